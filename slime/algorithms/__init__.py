@@ -3,9 +3,9 @@
 rewards ─► `baseline` ─► `advantages` ─► `losses` ─► `reduce` ─► one number to differentiate
                           `kl` ──┴──────────┘
 
-Which functions an ``--advantage-estimator`` is made of is its row in `estimators`; a new one is a
-row, and a function for what is new about it. `logprobs` computes log-probs without logits.
+`estimators` has a row per ``--advantage-estimator``, which names its functions. `logprobs` computes
+log-probs without holding the logits of all tokens.
 
-Token tensors are either a list with one entry per sample (whole rollout: `advantages`) or flat, the
-response tokens of a micro-batch one sample after the other (`losses`, `reduce`).
+Token tensors are either lists with one tensor per sample (whole rollout: `advantages`) or flat: the
+response tokens of a micro-batch, concatenated over samples (`losses`, `reduce`).
 """

@@ -1,8 +1,8 @@
 """Advantages and returns of a rollout, one tensor per sample.
 
-Rewards arrive as `slime.algorithms.baseline` left them, already centred and scaled within their
-group where the estimator wants it: groups are known when samples are converted, and may be spread
-over ranks here.
+`slime.algorithms.baseline` has already centred and scaled rewards within their groups, if the
+estimator asks for it. It runs when samples are converted, because the ranks that compute advantages
+may each hold only a part of a group.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class AdvantageInputs:
             critic.
         lambd, critic_lambd: λ of generalised advantage estimation, for the advantages and for the
             returns that the critic learns.
-        token_rewards: float32 [L_i] per sample, the part of R_i that each token earned; the rest
-            stands on the last trained token. None: all of it does.
+        token_rewards: float32 [L_i] per sample, the part of R_i that each token earned. The last
+            trained token gets the remainder. None: it gets all of R_i.
     """
 
     rewards: Sequence[float]
@@ -51,8 +51,7 @@ Estimate = tuple[list[Tensor], list[Tensor]]
 
 
 def grpo(inputs: AdvantageInputs) -> Estimate:
-    """A_t = R for every token t of a sample, R being its normalised reward. Also GSPO's and
-    CISPO's.
+    """A_t = R, the normalised reward, for every token t of a sample. Also used for GSPO and CISPO.
 
     ``kl_coef`` has no effect here: the reward is one number per sample (use the KL loss instead).
 
@@ -70,26 +69,26 @@ def grpo(inputs: AdvantageInputs) -> Estimate:
 
 def reinforce_plus_plus(inputs: AdvantageInputs) -> Estimate:
     """A_t = Σ_{s ≥ t} γ^(s-t) r_s with r_s = -kl_coef · kl_s, plus R on the last token; s and t
-    number trained tokens.
+    count trained tokens only.
 
-    A token that is not trained (the answer of a tool) is no action of the policy: it is no time
-    step, gets no reward and no advantage, and nothing is discounted across it. Whitening over the
-    whole batch has to follow (``--normalize-advantages``).
+    An untrained token (of a tool's result) is no action of the policy: it is no time step, gets no
+    reward and no advantage, and adds no discount. Whitening over the whole batch has to follow
+    (``--normalize-advantages``).
 
-    A sample without a trained token (``remove_sample``) has no place for its reward, and returns of
-    0.
+    In a sample without a trained token (``remove_sample``) the reward is dropped and all returns
+    are 0.
 
     Source: Hu et al., "REINFORCE++" (arXiv:2501.03262).
 
-    Example (the last token is not trained, so the reward 1 sits on the second):
+    Example (the last token is untrained, so the second gets the reward 1):
         >>> a, _ = reinforce_plus_plus(AdvantageInputs(
         ...     [1.0], [torch.tensor([0.5, 0.0, 0.0])], [torch.tensor([1.0, 1.0, 0.0])],
         ...     kl_coef=0.1))
         >>> [round(v, 3) for v in a[0].tolist()]
         [0.95, 1.0, 0.0]
 
-    Example (a tool speaks in between: one step lies between the two trained tokens, so the first
-    gets γ · 1):
+    Example (with a tool's result between them, the two trained tokens are still one step apart, so
+    the first gets γ · 1):
         >>> a, _ = reinforce_plus_plus(AdvantageInputs(
         ...     [1.0], [torch.zeros(4)], [torch.tensor([1.0, 0.0, 0.0, 1.0])], gamma=0.5))
         >>> a[0].tolist()
@@ -97,16 +96,18 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> Estimate:
     """
     returns = []
     for i, (kl, mask) in enumerate(zip(inputs.kl, inputs.loss_masks)):
-        of_sample = torch.zeros_like(kl)
+        sample_returns = torch.zeros_like(kl)
         trained = torch.nonzero(mask)[:, 0]
         if trained.numel() > 0:
-            of_sample[trained] = discounted_returns(_step_rewards(inputs, i, trained), inputs.gamma)
-        returns.append(of_sample)
+            rewards = _step_rewards(inputs, i, trained)
+            sample_returns[trained] = discounted_returns(rewards, inputs.gamma)
+        returns.append(sample_returns)
     return returns, list(returns)
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Estimate:
-    """A_t = R - kl_coef · kl_t, R being the reward less its group's mean. Whitening has to follow.
+    """A_t = R - kl_coef · kl_t, where R is the reward minus its group's mean. Whitening has to
+    follow.
 
     Source: Hu et al., "REINFORCE++" (arXiv:2501.03262), the baseline variant.
 
@@ -121,18 +122,18 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Estimate:
 
 
 def ppo(inputs: AdvantageInputs) -> Estimate:
-    """A_t = Σ_{s ≥ t} (γλ)^(s-t) δ_s with δ_s = r_s + γ V_{s+1} - V_s, by the values of a critic,
-    which learns G_t = A_t + V_t, with a λ of its own. s and t number trained tokens.
+    """A_t = Σ_{s ≥ t} (γλ)^(s-t) δ_s with δ_s = r_s + γ V_{s+1} - V_s, from the values V of a
+    critic. The critic learns G_t = A_t + V_t, with its own λ. s and t count trained tokens only.
 
-    r_s = -kl_coef · kl_s plus the token's own reward; the rest of R stands on the last trained
-    token. As for REINFORCE++ a token that is not trained is no time step: V_{s+1} is that of the
-    next trained token, and nothing is discounted in between. V after the last one is 0, also where
-    the answer was cut off. An untrained token has advantage 0 and its own value as return.
+    r_s = -kl_coef · kl_s plus the token's own reward; the last trained token gets the rest of R. As
+    in REINFORCE++, an untrained token is no time step: V_{s+1} is the value of the next trained
+    token, without discount in between. V after the last one is 0, even if the response was
+    truncated. An untrained token has advantage 0 and its own value as return.
 
     Source: Schulman et al., "PPO" (arXiv:1707.06347) and "GAE" (arXiv:1506.02438), eq. 16; two λ:
     Yuan et al., "VC-PPO" (arXiv:2503.01491), section 4.2.
 
-    Example (a tool speaks in between; the critic expects 0.5, then 0.75, and the reward is 1):
+    Example (the second token is a tool's; the critic expects 0.5, then 0.75, and the reward is 1):
         >>> a, g = ppo(AdvantageInputs(
         ...     [1.0], [torch.zeros(3)], [torch.tensor([1.0, 0.0, 1.0])],
         ...     values=[torch.tensor([0.5, 9.0, 0.75])], lambd=0.0))
@@ -157,7 +158,7 @@ def ppo(inputs: AdvantageInputs) -> Estimate:
 
 
 def _step_rewards(inputs: AdvantageInputs, i: int, trained: Tensor) -> Tensor:
-    """Rewards of sample i's trained tokens, [trained]; they add up to R less the KL penalty."""
+    """Rewards of sample i's trained tokens, [trained]; they sum to R minus the KL penalty."""
     rewards = -inputs.kl_coef * inputs.kl[i][trained]
     if inputs.token_rewards is None:
         rewards[-1] += inputs.rewards[i]
@@ -182,8 +183,8 @@ def temporal_differences(rewards: Tensor, values: Tensor, gamma: float) -> Tenso
 
 
 def discounted_returns(rewards: Tensor, gamma: float) -> Tensor:
-    """G_t = r_t + γ G_{t+1}, in chunks: one small matrix product per 128 tokens instead of a step
-    per token.
+    """G_t = r_t + γ G_{t+1}, computed by one small matrix product per 128 tokens instead of one
+    step per token.
 
     Args:
         rewards: [L].
@@ -193,7 +194,7 @@ def discounted_returns(rewards: Tensor, gamma: float) -> Tensor:
         [0.25, 0.5, 1.0]
     """
     if gamma == 1.0 and not (rewards.is_cuda and torch.are_deterministic_algorithms_enabled()):
-        return rewards.flip(0).cumsum(0).flip(0)  # which has no deterministic kernel on a GPU
+        return rewards.flip(0).cumsum(0).flip(0)  # cumsum has no deterministic GPU kernel
     length = rewards.numel()
     size = min(_SCAN_CHUNK, max(length, 1))
     steps = torch.arange(size, device=rewards.device)
@@ -222,10 +223,9 @@ def whiten(
     (Bessel-corrected).
 
     Args:
-        all_reduce: sums a tensor over the data-parallel ranks; every rank calls it equally often,
-            an empty one too.
-        device: where a rank without samples takes part in the sums (NCCL knows no other device than
-            its own).
+        all_reduce: sums a tensor over the data-parallel ranks. Every rank calls it equally often,
+            even without samples.
+        device: device of the sums on a rank without samples (NCCL reduces only CUDA tensors).
 
     Example:
         >>> w = whiten(

@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 from slime.errors import UserError
 
 Baseline = Callable[[Sequence[float]], list[float]]
-"""The rewards of a group's trajectories → what is subtracted from each of them."""
+"""The rewards of a group's trajectories → the baseline of each."""
 
 Divisor = Callable[[Sequence[float]], float]
-"""The rewards of a group's trajectories → what the centred ones are divided by; 0: by nothing."""
+"""The rewards of a group's trajectories → the divisor of centred rewards; 0: no division."""
 
-#: Added to a divisor.
+#: Added to a non-zero divisor.
 EPSILON = 1e-6
 
 
 def group_mean(rewards: Sequence[float]) -> list[float]:
-    """The mean of the group, for each of its trajectories; exactly the common value when all
-    rewards are equal, so that such groups get advantages of exactly zero.
+    """The mean of the group, for each of its trajectories. If all rewards are equal, it is exactly
+    that value, so all advantages are exactly 0.
 
     Source: Shao et al., "DeepSeekMath" (arXiv:2402.03300), section 4.1.2.
 
@@ -31,8 +31,8 @@ def group_mean(rewards: Sequence[float]) -> list[float]:
 
 
 def leave_one_out_mean(rewards: Sequence[float]) -> list[float]:
-    """The mean of the other trajectories of the group, for each trajectory; its own reward for one
-    that is alone, so that its advantage is zero.
+    """The mean of the other trajectories of the group, for each trajectory. A single trajectory
+    gets its own reward, so its advantage is 0.
 
     Source: Ahmadian et al., "Back to Basics" (arXiv:2402.14740), section 3.2 (RLOO).
 
@@ -63,8 +63,8 @@ def group_deviation(rewards: Sequence[float]) -> float:
 
 
 def mean_reward(rewards: Sequence[float]) -> float:
-    """The mean of the group. Divided by their success rate, groups that seldom succeed count more:
-    the gradient is that of the log-likelihood of success, to the order of the group's size.
+    """The mean of the group. Dividing by this success rate gives more weight to groups that seldom
+    succeed: the gradient is that of the log-likelihood of success, to the order of the group size.
 
     Source: "Maximum Likelihood Reinforcement Learning" (arXiv:2602.02710).
 
@@ -95,21 +95,21 @@ def normalise_rewards(
 ) -> list[float]:
     """(r − baseline) / (divisor of its group + 1e-6).
 
-    Statistics go by group id, whatever the sizes of the groups, and count each trajectory once:
-    samples that one trajectory fanned out into enter with their mean. A group whose divisor is 0 is
-    only centred: for the deviation a group of a single trajectory, and one whose trajectories are
-    all equal in the mean (two players whose rewards add up to 0). Sums are exact (`math.fsum`), so
-    the order of the samples does not matter.
+    Statistics are per group id, of any group size, and count each trajectory once: if a trajectory
+    was split into several samples, their mean counts. A group with divisor 0 is only centred. For
+    the deviation, that is a group of one trajectory, or one whose trajectories have equal means
+    (two players whose rewards sum to 0). Sums are exact (`math.fsum`), so the order of the samples
+    does not matter.
 
     Args:
         rewards: one per sample.
         groups, trajectories: ids, one per sample; a trajectory belongs to one group.
-        baseline: what is subtracted; None returns the rewards as they are, not divided either.
-        divisor: what the difference is divided by; None: by nothing.
+        baseline: subtracted from rewards; None returns the rewards unchanged, without division.
+        divisor: divides the difference; None: no division.
     Returns:
-        One number per sample, in their order.
+        One number per sample, in the same order.
 
-    Example (group 0 has two trajectories, one of which fanned out; group 1 has two):
+    Example (two groups of two trajectories; the first trajectory has two samples):
         >>> normalise_rewards([1, 1, 0, 5, 5], [0, 0, 0, 1, 1], [0, 0, 1, 2, 3], divisor=None)
         [0.5, 0.5, -0.5, 0.0, 0.0]
     """

@@ -1,5 +1,5 @@
-"""On-policy distillation by the student's own tokens: how far each is from the teacher's taste, and
-what that does to its advantage. Divergences between whole distributions are in `divergence`.
+"""On-policy distillation on sampled tokens: the log-prob difference of student and teacher, and the
+advantages that it gives. Divergences between whole distributions are in `divergence`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 def sampled_reverse_kl(
     log_probs: Sequence[Tensor], teacher_log_probs: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return d_t = log S(y_t) - log P(y_t) of each token that the student S has sampled.
+    """Return d_t = log S(y_t) - log P(y_t) of each token that the student S sampled.
 
-    Its mean over samples of S is the reverse KL from the teacher P; a single d_t may be negative.
-    It carries no gradient: backpropagated as a loss it would not depend on the teacher.
+    Its mean over samples of S is the reverse KL(S ‖ P) to the teacher P; a single d_t may be
+    negative. It is detached, because its gradient does not depend on the teacher.
 
     Args:
         log_probs: [R_i] per sample, of the policy that sampled.
-        teacher_log_probs: [R_i] per sample, of the same tokens and at the same temperature.
+        teacher_log_probs: [R_i] per sample, of the same tokens at the same temperature.
 
     Example:
         >>> sampled_reverse_kl([torch.tensor([-1.0, -3.0])], [torch.tensor([-1.5, -1.0])])
@@ -37,12 +37,12 @@ def distilled_advantages(
     loss_masks: Sequence[Tensor],
     coef: float,
 ) -> list[Tensor]:
-    """Return A_t - coef · d_t; each token answers for its own d_t alone (no discounted future).
+    """Return A_t - coef · d_t. Each token gets only its own d_t, not those of later tokens.
 
     Args:
         advantages: [R_i] per sample, of the task reward; zeros without one.
         reverse_kl: d of `sampled_reverse_kl`.
-        loss_masks: [R_i] per sample; the policy has not written the tokens where it is 0.
+        loss_masks: [R_i] per sample; 0 for tokens that the policy did not generate.
     Source: the policy gradient of the per-token reverse KL (Agarwal et al., arXiv:2306.13649,
         section 3; Lu et al., "On-Policy Distillation", 2025).
 

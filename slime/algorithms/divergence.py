@@ -1,5 +1,5 @@
-"""Divergences of a student's distribution from a teacher's, straight from hidden states: neither
-[tokens, vocabulary] matrix ever exists as a whole.
+"""Divergences of a student's distribution from a teacher's, computed from hidden states without
+holding a whole [tokens, vocabulary] matrix of either.
 
     student  hidden [N, H], weight [V, H] ─┐  block by block, twice:
                                            ├─ 1. log Σ exp of both    2. Σ of the divergence's terms
@@ -14,10 +14,9 @@ With P the teacher's and S the student's distribution of one token:
 Source: Agarwal et al., "On-Policy Distillation of Language Models" (GKD, arXiv:2306.13649),
 section 2 and eq. 1.
 
-With the teacher's k most likely tokens alone, all others are one more outcome, the rest: both
-distributions have k + 1 outcomes, and the divergence is exact for these. It is at most that of the
-whole vocabulary, and it does not fall when the student's mass leaves the k tokens, as the same sum
-without the rest does.
+With only the teacher's k most likely tokens, all other tokens form one more outcome, the rest. The
+divergence of these k + 1 outcomes is at most that of the whole vocabulary. Unlike the sum over k
+tokens without the rest, it does not fall when the student moves probability away from them.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ from slime.algorithms.products import add_product
 DivergenceKind = Literal["reverse_kl", "forward_kl", "jsd"]
 DIVERGENCES: tuple[DivergenceKind, ...] = get_args(DivergenceKind)
 
-#: Least probability of the rest: below it a rounded 1 - Σ p has no digits left.
-_LEAST_REST = 1e-6
+#: Minimum probability of the rest. Below it, rounding leaves no digits of 1 - Σ p.
+_MIN_REST = 1e-6
 
 
 @dataclass(frozen=True)
 class OutputRows:
-    """The factors of a model's logits.
+    """Hidden states and output layer, whose product is a model's logits.
 
     Attributes:
-        hidden: [N, H], one row per token that is predicted.
+        hidden: [N, H], one row per predicted token.
         weight: [V, H], the output layer (this rank's rows of it).
         temperature: logits are divided by it.
     """
@@ -63,17 +62,17 @@ class OutputRows:
     temperature: float = 1.0
 
     def logits(self, rows: slice, columns: slice) -> Tensor:
-        """[rows, columns], not yet divided by the temperature."""
+        """Return the logits [rows, columns], before division by the temperature."""
         return self.hidden[rows] @ self.weight[columns].t()
 
 
 @dataclass(frozen=True)
 class TopTokens:
-    """The most likely tokens of a distribution per row, the most likely one first.
+    """The most likely tokens of each row's distribution, in falling order.
 
     Attributes:
         ids: int64 [N, k].
-        log_probs: [N, k], of the whole distribution: their probabilities sum to less than 1.
+        log_probs: [N, k], normalised over the whole vocabulary, so the sum is less than 1.
     """
 
     ids: Tensor
@@ -96,15 +95,15 @@ def divergence(
     """Return the divergence of each row, [N], over the whole vocabulary.
 
     Products run in the dtype of the inputs, everything else in float32 (float64 for float64
-    inputs). Differentiable in the student's ``hidden`` and ``weight``, once; the teacher is a
-    constant. With a sharded vocabulary the gradient of ``hidden`` is this shard's part, as in
+    inputs). Differentiable once, in the student's ``hidden`` and ``weight``; the teacher gets no
+    gradient. With a sharded vocabulary the gradient of ``hidden`` is this shard's part, as in
     `slime.algorithms.logprobs.linear_log_probs`.
 
     Args:
         beta: weight of the teacher in the mixture of ``jsd``, between 0 and 1.
-        shard: which rows both weights hold; default: all of them, none padding.
-        chunk_size: rows per block; -1 lets the device decide.
-        grad_accumulator: [V, H]; takes the gradient of ``weight`` in place of autograd.
+        shard: the rows that both weights hold; default: all rows, without padding.
+        chunk_size: rows per block; -1: at most 8192.
+        grad_accumulator: [V, H]; the gradient of ``weight`` is added to it instead of returned.
 
     Example (the student is uniform, the teacher gives 3/4 to the first of two tokens):
         >>> one = torch.ones(1, 1)
@@ -128,7 +127,7 @@ class _BlockOptions:
     beta: float
 
     def blocks(self, hidden: Tensor) -> Iterator[tuple[slice, list[slice]]]:
-        """Rows, and the columns that they go through."""
+        """Yield blocks of rows, each with its blocks of columns."""
         n = hidden.size(0)
         for lo in range(0, n, self.rows):
             rows = slice(lo, min(lo + self.rows, n))
@@ -137,7 +136,7 @@ class _BlockOptions:
             yield rows, [slice(at, min(at + step, size)) for at in range(0, size, step)]
 
     def reduce(self, values: Tensor) -> Tensor:
-        """Add ``values`` up over the ranks that hold the vocabulary."""
+        """Sum ``values`` over the ranks that hold the vocabulary."""
         group = self.shard.group
         if group is not None and dist.get_world_size(group) > 1 and values.numel() > 0:
             dist.all_reduce(values, group=group)
@@ -194,7 +193,7 @@ class _Divergence(torch.autograd.Function):
         options: _BlockOptions = ctx.options
         student = OutputRows(hidden, weight, options.temperature)
         teacher = OutputRows(teacher_hidden, teacher_weight, ctx.teacher_temperature)
-        sinks = _Sinks(ctx, student, options)
+        grads = _StudentGrads(ctx, student, options)
         per_row = torch.stack([*log_sums, centre, grad.to(log_sums.dtype)])
         for rows, columns in options.blocks(hidden):
             for part in columns:
@@ -207,12 +206,12 @@ class _Divergence(torch.autograd.Function):
                     options.kind,
                     options.beta,
                 )
-                sinks.add(slopes, rows, part)
-        return *sinks.gradients(), None, None
+                grads.add(slopes, rows, part)
+        return *grads.gradients(), None, None
 
 
-class _Sinks:
-    """The gradients of the student's hidden states and weight, to which blocks add."""
+class _StudentGrads:
+    """The gradients of the student's hidden states and weight, accumulated over blocks."""
 
     def __init__(self, ctx: Any, student: OutputRows, options: _BlockOptions) -> None:
         need_hidden, need_weight = ctx.needs_input_grad[:2]
@@ -228,15 +227,15 @@ class _Sinks:
             self._weight = torch.zeros_like(student.weight) if given is None else given
 
     def add(self, slopes: Tensor, rows: slice, columns: slice) -> None:
-        """Add the part of a block, ``slopes`` being the gradient of its logits."""
+        """Add a block's contribution; ``slopes`` is the gradient of its logits."""
         if self._weight is not None:
             add_product(self._weight[columns], slopes.t(), self._student.hidden[rows])
         if self._hidden is not None:
             add_product(self._hidden[rows], slopes, self._student.weight[columns])
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients for autograd: of ``hidden``, and of ``weight`` unless that was added
-        elsewhere."""
+        """Return the gradients for autograd: of ``hidden``, and of ``weight`` unless a given
+        accumulator has it."""
         hidden = None if self._hidden is None else self._hidden.to(self._student.hidden.dtype)
         return hidden, None if self._is_given else self._weight
 
@@ -253,8 +252,8 @@ def _log_sums(models: list[OutputRows], options: _BlockOptions) -> Tensor:
 def _terms(
     log_s: Tensor, log_p: Tensor, kind: DivergenceKind, beta: float
 ) -> tuple[Tensor, Tensor]:
-    """Each outcome's part of the divergence D, and S ∂D/∂S up to a constant times S, which the
-    softmax cancels."""
+    """Return each outcome's term of the divergence D, and S ∂D/∂S up to a multiple of S, which the
+    gradient of the softmax cancels."""
     if kind == "reverse_kl":
         term = torch.exp(log_s) * (log_s - log_p)
         return term, term
@@ -293,8 +292,8 @@ def _slopes(
     kind: DivergenceKind,
     beta: float,
 ) -> Tensor:
-    """The gradient of the student's logits in a block, in their dtype. ``per_row``: both log-sums,
-    the centre, and the gradient of the divergence."""
+    """Return the gradient of the student's logits in a block, in their dtype. ``per_row``: both
+    log-sums, the centre, and the gradient of the divergence."""
     log_sum_s, log_sum_p, centre, grad = per_row[:, :, None].unbind()
     log_s = student.to(per_row.dtype) * student_scale - log_sum_s
     log_p = teacher.to(per_row.dtype) * teacher_scale - log_sum_p
@@ -313,8 +312,8 @@ def top_tokens(
     """Return the ``k`` most likely tokens of each row.
 
     Args:
-        k: at most the number of tokens.
-        shard, chunk_size: as of `divergence`. Collective where the vocabulary is sharded.
+        k: at most the size of the vocabulary.
+        shard, chunk_size: as of `divergence`. Collective if the vocabulary is sharded.
 
     Example:
         >>> found = top_tokens(OutputRows(torch.ones(1, 1), torch.zeros(4, 1)), 2)
@@ -337,7 +336,7 @@ def top_tokens(
             )
     group = options.shard.group
     if group is not None and dist.get_world_size(group) > 1 and n > 0:
-        values, ids = _best(_beside(values, group), _beside(ids, group), k)
+        values, ids = _best(_gather_columns(values, group), _gather_columns(ids, group), k)
     return TopTokens(ids, values - log_sum[:, None])
 
 
@@ -346,8 +345,8 @@ def _best(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return best, ids.gather(1, at)
 
 
-def _beside(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[N, k] of every rank, one beside the other."""
+def _gather_columns(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Concatenate the [N, k] of every rank: [N, ranks × k]."""
     parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, values.contiguous(), group=group)
     return torch.cat(parts, dim=1)
@@ -361,7 +360,7 @@ def log_probs_at(
     chunk_size: int = -1,
     grad_accumulator: Tensor | None = None,
 ) -> Tensor:
-    """Return the log-probs of several tokens per row, differentiable as `divergence` is.
+    """Return the log-probs of several tokens per row, differentiable like `divergence`.
 
     Args:
         ids: int64 [N, k].
@@ -402,7 +401,7 @@ class _LogProbsAt(torch.autograd.Function):
         hidden, weight, ids, log_sum = ctx.saved_tensors
         options: _BlockOptions = ctx.options
         student = OutputRows(hidden, weight, options.temperature)
-        sinks = _Sinks(ctx, student, options)
+        grads = _StudentGrads(ctx, student, options)
         grad = grad.to(log_sum.dtype) / student.temperature
         local = ids - options.shard.start
         for rows, columns in options.blocks(hidden):
@@ -412,12 +411,12 @@ class _LogProbsAt(torch.autograd.Function):
                 x = logits.to(log_sum.dtype) / student.temperature
                 slopes = -torch.exp(x - log_sum[rows, None]) * grad[rows].sum(dim=1)[:, None]
                 slopes.scatter_add_(1, column, torch.where(here, grad[rows], 0.0))
-                sinks.add(slopes.to(logits.dtype), rows, part)
-        return *sinks.gradients(), None, None
+                grads.add(slopes.to(logits.dtype), rows, part)
+        return *grads.gradients(), None, None
 
 
 def _within(local: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-    """Return which tokens lie in a block, and their columns there; 0 for those that do not."""
+    """Return which tokens are in a block, and their columns in it (0 for the others)."""
     here = (local >= part.start) & (local < part.stop)
     return here, torch.where(here, local - part.start, 0)
 
@@ -425,18 +424,18 @@ def _within(local: Tensor, part: slice) -> tuple[Tensor, Tensor]:
 def top_divergence(
     log_probs: Tensor, teacher: Tensor, kind: DivergenceKind, *, beta: float = 0.5
 ) -> Tensor:
-    """Return the divergence of each row over k tokens and the rest of the vocabulary as one more
-    outcome.
+    """Return the divergence of each row over k tokens and, as one more outcome, the rest of the
+    vocabulary.
 
     Args:
-        log_probs: [N, k], the student's, with gradient.
-        teacher: [N, k], the teacher's of the same tokens.
+        log_probs: [N, k], the student's log-probs, with gradient.
+        teacher: [N, k], the teacher's log-probs of the same tokens.
         beta: as of `divergence`.
     Returns:
-        [N], at most what `divergence` gives.
+        [N], at most the result of `divergence`.
     Source: the rest as an outcome, as in self-distillation fine-tuning (arXiv:2601.19897).
 
-    Example (the token that both have is equally likely, and so is the rest):
+    Example (the token has the same probability in both, and so has the rest):
         >>> half = torch.tensor([[0.5]]).log()
         >>> top_divergence(half, half, "reverse_kl").item()
         0.0
@@ -446,7 +445,7 @@ def top_divergence(
 
 
 def _with_rest(log_probs: Tensor) -> Tensor:
-    """[N, k] → [N, k + 1]: and the log-probability of all other tokens."""
-    most = math.log1p(-_LEAST_REST)
-    known = torch.logsumexp(log_probs, dim=1, keepdim=True).clamp(max=most)
+    """[N, k] → [N, k + 1]: append the log-probability of all other tokens."""
+    largest = math.log1p(-_MIN_REST)
+    known = torch.logsumexp(log_probs, dim=1, keepdim=True).clamp(max=largest)
     return torch.cat([log_probs, torch.log(-torch.expm1(known))], dim=1)

@@ -1,10 +1,9 @@
-"""One record per ``--advantage-estimator``: everything that makes an algorithm, in one row.
+"""One record per ``--advantage-estimator``: its baseline, divisor, advantages and loss.
 
     rewards ─ baseline, divisor ─► advantages ─► loss
 
-A new one is a function for what is new about it and a row in `ESTIMATORS`; its name and its facts,
-from which the flags follow, are a record in `slime.config.estimators`. No fact has a default: a row
-that leaves one out cannot be made.
+To add an estimator, add a row to `ESTIMATORS` with functions for what is new, and a record with its
+name and facts to `slime.config.estimators`. No field has a default.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from slime.config.estimators import FACTS, EstimatorFacts
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatorWords:
-    """What docs/algorithms.md says of an estimator: what a sample's reward becomes, the advantage
-    and the loss of a token, and when to choose it."""
+    """Text about an estimator for docs/algorithms.md: the normalised reward of a sample, the
+    advantage and the loss of a token, and when to choose the estimator."""
 
     reward: str
     advantage: str
@@ -55,14 +54,14 @@ class Estimator:
     """An algorithm of policy optimisation.
 
     Attributes:
-        facts: what the flags know of it, its name in the first place.
-        paper: where it comes from.
-        baseline: what a reward loses, by the rewards of its group; None: rewards go in as they are.
-        divisor: what a centred reward is divided by, by the rewards of its group; None: by nothing.
+        facts: name, and facts that flags depend on.
+        paper: its source.
+        baseline: rewards of a group → values to subtract; None: rewards are not normalised.
+        divisor: rewards of a group → divisor of the centred rewards; None: no division.
         advantages: normalised rewards of a rollout → advantages and returns, one tensor [L_i] per
             sample.
         loss: log-probs and advantages of a micro-batch → loss per token, flat [T].
-        words: the same for docs/algorithms.md.
+        words: text for docs/algorithms.md.
     """
 
     facts: EstimatorFacts

@@ -1,9 +1,8 @@
-"""Element-wise work on large tensors: one kernel on a GPU, plain torch elsewhere.
+"""Element-wise operations on large tensors: one compiled kernel on a GPU, plain torch elsewhere.
 
-Written out in torch, a softmax over a block of logits or a rotation reads and writes its tensor
-five to ten times. A GPU spends its time on just that, so there `torch.compile` makes one kernel of
-it. On a CPU the tensors stay in the cache, and nobody wants to wait for a compiler: the same lines
-run as they are.
+In plain torch, a softmax over a block of logits or a rotary embedding reads and writes its tensor
+five to ten times, which dominates its time on a GPU. There, `torch.compile` makes one kernel of it.
+On a CPU the blocks stay in the cache, so compilation is not worth its time.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: Forms of arguments (dimensions, sizes of 1, dtypes, with and without gradients) that one function
-#: may be called with. torch stops at 8, and latent attention alone has as many: queries and keys,
-#: of one head and of several.
-_MOST_FORMS = 64
+#: Limit of recompilations of one function for different forms of arguments (dimensions, sizes of 1,
+#: dtypes, with and without gradients). torch's default is 8, which latent attention alone uses up:
+#: queries and keys, of one head and of several.
+_RECOMPILE_LIMIT = 64
 
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, compiled where its first argument, a tensor, is on a GPU.
+    """Compile ``function`` for calls whose first argument, a tensor, is on a GPU.
 
-    It may write in place into tensors that it was given to consume. Sizes are variables of the
-    kernel: equal inputs give equal bits, whatever sizes were seen before. Compilation happens at
-    the first call; torch caches it on disk.
+    ``function`` may overwrite its arguments. Sizes are variables of the kernel, so results do not
+    depend bitwise on the sizes of earlier calls. The first call compiles; torch caches the result
+    on disk.
 
     Example:
         >>> @fused
@@ -39,7 +38,7 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
     """
 
     @functools.cache
-    def compiled() -> Callable[P, R]:  # at the first use: importing the compiler takes seconds
+    def compiled() -> Callable[P, R]:  # lazy, as importing the compiler takes seconds
         return whole_graph(function)
 
     @functools.wraps(function)
@@ -53,10 +52,9 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def whole_graph(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, compiled as one graph with sizes as variables; imports the compiler."""
+    """Compile ``function`` as one graph with sizes as variables. Imports the compiler."""
     from torch._dynamo import config
 
-    # behind the limit torch would go on uncompiled, but of a function that must be one graph it
-    # makes an error
-    config.recompile_limit = max(config.recompile_limit, _MOST_FORMS)
+    # beyond the limit torch raises an error, because the function must be one graph
+    config.recompile_limit = max(config.recompile_limit, _RECOMPILE_LIMIT)
     return torch.compile(function, fullgraph=True, dynamic=True)

@@ -17,7 +17,7 @@ class KlKind:
 
     Attributes:
         estimate: r = log_prob - base_log_prob of each token → the estimate, of the same shape.
-        limit: the estimate is clamped to ± this, after any importance ratio; None: it is not.
+        limit: the estimate, after any importance ratio, is clamped to ± this; None: no clamp.
     """
 
     estimate: Callable[[Tensor], Tensor]
@@ -25,7 +25,7 @@ class KlKind:
 
 
 def k1(r: Tensor) -> Tensor:
-    """r: unbiased, of high variance, negative at times.
+    """r: unbiased, high variance, may be negative.
 
     Example:
         >>> k1(torch.tensor([0.0, -0.5])).tolist()
@@ -35,7 +35,7 @@ def k1(r: Tensor) -> Tensor:
 
 
 def k2(r: Tensor) -> Tensor:
-    """r² / 2: biased, of low variance; its gradient is the KL's.
+    """r² / 2: biased, low variance; its expected gradient is the gradient of the KL.
 
     Example:
         >>> k2(torch.tensor([0.0, -0.5])).tolist()
@@ -45,14 +45,14 @@ def k2(r: Tensor) -> Tensor:
 
 
 def k3(r: Tensor) -> Tensor:
-    """exp(-r) - 1 + r: unbiased, of low variance, never negative; r below -`MAX_LOG_RATIO` counts
-    as that.
+    """exp(-r) - 1 + r: unbiased, low variance, never negative. r is clamped to at least
+    -`MAX_LOG_RATIO`.
 
     Example:
         >>> [round(v, 4) for v in k3(torch.tensor([0.0, -0.5])).tolist()]
         [0.0, 0.1487]
     """
-    # exp(-r) would overflow, and its gradient be NaN where a clamp follows
+    # without it exp(-r) could overflow, and its gradient would be NaN after the clamp of low_var_kl
     r = r.clamp(min=-MAX_LOG_RATIO)
     return torch.expm1(-r) + r
 
@@ -68,15 +68,15 @@ KL_KINDS: dict[str, KlKind] = {
 def kl_estimate(
     log_probs: Tensor, base_log_probs: Tensor, kind: str, log_ratio: Tensor | None = None
 ) -> Tensor:
-    """KL estimate of each token; the kinds are the rows of `KL_KINDS`.
+    """Return the KL estimate of each token.
 
     Args:
-        log_probs, base_log_probs: any one shape; log-probs of the same tokens, in nats.
-        log_ratio: log of the importance ratio policy/behaviour of each token. When given, the
-            estimate is multiplied by the ratio, gradient included, so that it stays unbiased
-            off-policy.
+        log_probs, base_log_probs: log-probs of the same tokens in nats, of the same shape.
+        kind: a key of `KL_KINDS`.
+        log_ratio: log of the importance ratio policy/behaviour of each token. If given, the
+            estimate is multiplied by the ratio, with gradient, and is unbiased off-policy.
     Returns:
-        A tensor of the same shape. Exactly 0 where both log-probs are the same bits.
+        A tensor of the same shape; exactly 0 where both log-probs are bitwise equal.
     Source: Schulman, "Approximating KL divergence" (2020); the weighted form: DeepSeek-V3.2 report,
     eq. 7.
 

@@ -7,10 +7,10 @@
 
     backward: the same blocks again, each written once into the gradients
 
-Logits of 16k tokens over a vocabulary of 150k are 10 GB in float32, and a backward pass holds
+Logits of 16k tokens over a vocabulary of 150k take 10 GB in float32, and a backward pass holds
 several such tensors. Here only one block exists at a time (4 million logits on a CPU, 67 million on
-a GPU), at the price of one more matrix product in the backward pass. On a CPU the block stays in
-the cache, which is also faster than one large product.
+a GPU), at the cost of one more matrix product in the backward pass. On a CPU the block stays in the
+cache, which also makes it faster than one large product.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class VocabShard:
 
     Attributes:
         start: token id of the first row.
-        size: rows that are real tokens; the padding rows after them take no part in the softmax.
-        group: ranks that hold the other rows; None when this one holds all.
+        size: rows of real tokens; the padding rows after them are not part of the softmax.
+        group: process group of the ranks that share the vocabulary; None if this rank holds it all.
     """
 
     start: int
@@ -64,8 +64,8 @@ class LowRankLogits:
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """The tokens over which each row's softmax is taken: what top-k, top-p and min-p kept when the
-    row's token was sampled. A row without any uses the whole vocabulary.
+    """The tokens of each row's softmax: those that top-k, top-p and min-p kept when the row's token
+    was sampled. A row without ids uses the whole vocabulary.
 
     Attributes:
         ids: int64 [n], token ids, row after row.
@@ -80,12 +80,12 @@ class KeptTokens:
     whole: Tensor
 
     def left_out(self, rows: slice, lo: int, hi: int) -> Tensor:
-        """Return which of the tokens lo to hi each of these rows excludes: bool [rows, hi - lo]."""
+        """Return which of the tokens lo to hi each row excludes: bool [rows, hi - lo]."""
         own = slice(self.bounds[rows.start], self.bounds[rows.stop])
         ids = self.ids[own]
         whole = self.whole[rows]
         width = hi - lo
-        # all other tokens go to an extra column, so that no shape depends on the values
+        # tokens outside lo to hi go to an extra column, so no shape depends on the values
         column = torch.where((ids >= lo) & (ids < hi), ids - lo, width)
         out = torch.ones(whole.size(0), width + 1, dtype=torch.bool, device=ids.device)
         out[self.rows[own] - rows.start, column] = False
@@ -109,7 +109,7 @@ def linear_log_probs(
     row's distribution.
 
     Products run in the dtype of the inputs, the softmax in float32 (float64 for float64 inputs).
-    Differentiable in ``hidden`` and ``weight``, once. With a sharded vocabulary the gradient of
+    Differentiable once, in ``hidden`` and ``weight``. With a sharded vocabulary the gradient of
     ``hidden`` is this shard's part; the caller sums it over the group (as
     ``copy_to_tensor_model_parallel_region`` does).
 
@@ -119,19 +119,18 @@ def linear_log_probs(
         targets: int64 [N], token ids.
         temperature: logits are divided by it, as in sampling.
         with_entropy: also compute the entropy, differentiably.
-        shard: which rows ``weight`` holds; default: all of them, none padding.
+        shard: the rows that ``weight`` holds; default: all rows, without padding.
         chunk_size: rows per block; -1: at most 8192.
         grad_accumulator: [V, H], any float dtype. If given (Megatron's ``main_grad``), the gradient
-            of ``weight`` is added to it and not returned to autograd, which saves a copy of the
-            largest matrix of the model.
+            of ``weight`` is added to it instead of returned, which saves a copy of the model's
+            largest matrix.
         low_rank: adapter of the output layer, differentiable once like ``hidden``.
-        kept: the tokens of each row's softmax and entropy, its target among them; None: the whole
-            vocabulary.
+        kept: the tokens of each row's softmax and entropy, which must include its target; None: the
+            whole vocabulary.
     Returns:
-        (log_probs [N] float32, entropy [N] float32 or None).
-    Source: the running softmax is Milakov & Gimelshein (arXiv:1805.02867); computing it blockwise
-        together with the linear layer is known from Wijmans et al., "Cut Your Losses"
-        (arXiv:2411.09009).
+        (log_probs [N], entropy [N] or None), float32 (float64 for float64 inputs).
+    Source: the running softmax: Milakov & Gimelshein (arXiv:1805.02867); blocks of it together with
+        the linear layer: Wijmans et al., "Cut Your Losses" (arXiv:2411.09009).
 
     Example:
         >>> h, w = torch.eye(2), torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
@@ -200,7 +199,7 @@ class _LinearLogProbs(torch.autograd.Function):
         log_probs = target - log_sum
         entropy = log_sum - mean
         ctx.save_for_backward(hidden, weight, targets, log_sum, entropy, low, up)
-        # the backward pass gets None for an entropy that is only logged, and skips its terms
+        # for an entropy that is only logged, backward gets None and skips its terms
         ctx.set_materialize_grads(False)
         ctx.options = options
         return log_probs, entropy
@@ -252,18 +251,17 @@ class _LinearLogProbs(torch.autograd.Function):
 def log_sums(
     hidden: Tensor, weight: Tensor, temperature: float, shard: VocabShard, rows: int
 ) -> Tensor:
-    """Return log Σ exp of each row's logits over the whole vocabulary, [N]. It is not
-    differentiable.
+    """Return log Σ exp of each row's logits over the whole vocabulary, [N]. Not differentiable.
 
     Args:
         hidden, weight, temperature, shard: as of `linear_log_probs`.
-        rows: per block.
+        rows: rows per block.
     """
     options = _Options(1.0 / temperature, False, shard, rows, None, None, None)
-    anything = torch.zeros(hidden.size(0), dtype=torch.long, device=hidden.device)
-    everything = slice(0, hidden.size(0))
-    inputs = _LogitInputs(everything, hidden, weight, None, None, None, shard.start)
-    return _statistics(inputs, anything, options)[0]
+    unused_targets = torch.zeros(hidden.size(0), dtype=torch.long, device=hidden.device)
+    all_rows = slice(0, hidden.size(0))
+    inputs = _LogitInputs(all_rows, hidden, weight, None, None, None, shard.start)
+    return _statistics(inputs, unused_targets, options)[0]
 
 
 def _statistics(
@@ -282,8 +280,8 @@ def _statistics(
 
 @dataclass(frozen=True)
 class _LogitInputs:
-    """The factors of a block of logits, ``rows`` of all; ``start`` is the token id of the weight's
-    first row."""
+    """The factors of the logits of some rows. ``rows`` is their slice of all rows, ``start`` the
+    token id of the weight's first row."""
 
     rows: slice
     hidden: Tensor
@@ -320,8 +318,8 @@ def _running_softmax(inputs: _LogitInputs, targets: Tensor, options: _Options) -
     stats[0] = _LOWEST
     local = targets - shard.start
     step = columns_per_block(hidden.device, n)
-    # the fused GPU kernel gets the entropy for free; always computing it gives log-probs the same
-    # bits with and without it
+    # on a GPU the entropy costs nothing in the fused kernel; computing it always makes log-probs
+    # bitwise independent of ``with_entropy``
     with_entropy = options.with_entropy or hidden.is_cuda
     for lo in range(0, shard.size, step):
         hi = min(lo + step, shard.size)
@@ -333,7 +331,7 @@ def _running_softmax(inputs: _LogitInputs, targets: Tensor, options: _Options) -
 def _absorb(
     logits: Tensor, targets: Tensor, stats: Tensor, scale: float, with_entropy: bool
 ) -> Tensor:
-    """Add a block of logits to the statistics of `_running_softmax`; overwrite the block."""
+    """Update the statistics of `_running_softmax` with a block of logits; overwrites the block."""
     top, total, target, weighted = stats.unbind()
     width = logits.size(1)
     picked = logits.gather(1, targets.clamp(0, width - 1)[:, None])[:, 0].to(stats.dtype) * scale
@@ -380,8 +378,8 @@ def _backward_rows(
     need_hidden: bool,
     options: _Options,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of these rows of ``hidden`` and ``low`` in the dtype of the softmax; add
-    those of ``weight`` and ``up`` to their sinks.
+    """Return the gradients of these rows of ``hidden`` and ``low`` in the dtype of the softmax, and
+    add the gradients of ``weight`` and ``up`` to their sinks.
 
     With p = softmax: d log_prob / d x_j = 1[j = target] - p_j and d entropy / d x_j = -p_j (log p_j
     + entropy).
@@ -404,7 +402,7 @@ def _backward_rows(
         hi = min(lo + step, shard.size)
         logits = inputs.logits(lo, hi)
         here = ((local >= lo) & (local < hi))[:, None]
-        # one target per row, so that the scatter neither accumulates nor sorts
+        # with one target per row, the scatter neither accumulates nor sorts
         column = (local - lo).clamp(0, hi - lo - 1)[:, None]
         at_target = _logit_grad(logits.gather(1, column).to(dtype), options.scale, *per_row)
         at_target += torch.where(here, grad_log_probs * options.scale, 0.0)
@@ -417,7 +415,7 @@ def _backward_rows(
             add_product(grad_hidden, grad, weight[lo:hi])
         if up_sink is not None and inputs.up is not None:
             assert low is not None and grad_low is not None
-            # on a CPU the product of 16-bit numbers would be rounded to 16 bits
+            # a CPU would round the product of 16-bit matrices to 16 bits
             wide = grad if grad.is_cuda else grad.to(up_sink.dtype)
             add_product(up_sink[lo:hi], wide.t(), low.to(wide.dtype))
             add_product(grad_low, grad, inputs.up[lo:hi])
@@ -433,7 +431,7 @@ def _logit_grad(
     entropy_part: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Return the gradient of the logits without the target's own term, in their dtype. Overwrites
-    ``logits``; the other tensors are [rows, 1], among them the gradient of the entropy and the
+    ``logits``. The other tensors are [rows, 1]; ``entropy_part`` is the entropy's gradient and the
     entropy."""
     x = logits.to(log_sum.dtype)
     if scale != 1.0:

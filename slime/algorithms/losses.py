@@ -1,8 +1,8 @@
 """Losses per token, and the importance weights and masks that multiply them. Tensors are flat, [T]:
 the response tokens of a micro-batch, sample after sample.
 
-Every policy loss takes `PolicyInputs` and returns a `PolicyLoss`; a field of the
-`slime.algorithms.estimators.Estimator` names the one to use.
+Every policy loss takes `PolicyInputs` and returns a `PolicyLoss`;
+`slime.algorithms.estimators.Estimator.loss` names an estimator's loss.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PolicyInputs:
 
     Attributes:
         log_probs: of the current policy, with gradient.
-        old_log_probs: of the policy that the ratio is taken against.
+        old_log_probs: of the policy in the denominator of the ratio.
         advantages: A of each token.
         masks: 0 or 1.
         lengths: int64 [samples], response tokens of each sample.
@@ -60,11 +60,10 @@ MAX_LOG_RATIO = 20.0
 
 
 def importance_ratio(log_ratio: Tensor) -> Tensor:
-    """exp(log_ratio), finite: log_ratio is clamped to ± `MAX_LOG_RATIO`, beyond which its gradient
-    is 0.
+    """exp(log_ratio), where log_ratio is clamped to ± `MAX_LOG_RATIO`; beyond, its gradient is 0.
 
-    Without the clamp a ratio overflows to Inf, and a token of weight 0 then has a gradient of 0 ·
-    Inf = NaN. Within the clamp nothing changes.
+    Without the clamp a ratio may overflow to Inf, and a token of weight 0 would then have the
+    gradient 0 · Inf = NaN.
 
     Example:
         >>> importance_ratio(torch.tensor([0.0, 200.0])).tolist() == [
@@ -134,8 +133,8 @@ def cispo_loss(inputs: PolicyInputs) -> PolicyLoss:
 def sapo_loss(inputs: PolicyInputs) -> PolicyLoss:
     """-f(ρ)A with the soft gate f(ρ) = 4/τ · sigmoid(τ(ρ - 1)) in place of a clip.
 
-    The gradient by ρ is 1 at ρ = 1 and decays smoothly on both sides, so no token is cut off. τ is
-    ``sapo_tau_pos`` for A > 0, else ``sapo_tau_neg``. No token counts as clipped.
+    f'(ρ) is 1 at ρ = 1 and decays smoothly on both sides, so no token is clipped. τ is
+    ``sapo_tau_pos`` for A > 0, else ``sapo_tau_neg``.
 
     Source: Gao et al., "Soft Adaptive Policy Optimization" (arXiv:2511.20347), eq. 5-6.
 
@@ -174,7 +173,7 @@ def _clipped(inputs: PolicyInputs, ppo_kl: Tensor) -> PolicyLoss:
     return PolicyLoss(loss, clipped, ppo_kl)
 
 
-# -- corrections for tokens that were sampled from a slightly different distribution ---------------
+# -- corrections for tokens sampled from a slightly different distribution -------------------------
 
 Level = Literal["token", "sequence", "geometric"]
 """How importance ratios are aggregated: per token, by the product over a sample's trained tokens,
@@ -182,7 +181,7 @@ or by their geometric mean, which does not depend on the sample's length."""
 
 
 def log_ratio_at(level: Level, log_ratio: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
-    """Aggregate log-ratios per token at ``level``; each token gets the value of its sample.
+    """Aggregate log-ratios at ``level``; above "token", each token gets the value of its sample.
 
     Args:
         log_ratio, masks: flat [T].
@@ -234,7 +233,7 @@ def truncated_importance_sampling(log_ratio: Tensor, low: float, high: float) ->
 
 def icepop(log_ratio: Tensor, low: float, high: float) -> Correction:
     """Importance ratio exp(log_ratio), 0 outside [low, high]: tokens on which trainer and engine
-    disagree too much are dropped, instead of trained on with a clamped weight.
+    disagree too much are masked, instead of trained on with a clamped weight.
 
     Args:
         log_ratio: [T], as in `truncated_importance_sampling`.
@@ -272,7 +271,7 @@ def rejection_mask(
     high: float,
     veto: float | None,
 ) -> Rejection:
-    """Drop tokens on which trainer and engine disagree too much: tokens, or whole samples, whose
+    """Mask tokens on which trainer and engine disagree too much: tokens, or whole samples, whose
     ratio at ``level`` is outside [low, high], and samples with any trained token whose ratio is
     below ``veto``. Importance weights and the denominators of means do not change.
 
@@ -283,7 +282,7 @@ def rejection_mask(
     Source: Liu et al., "When Speed Kills Stability" (2025), on sequence masks; Li et al.,
     "Trust Region Masking" (arXiv:2512.23075), on the geometric level.
 
-    Example (the first sample has a token that the trainer finds a thousand times less likely):
+    Example (a token of the first sample is 1000 times less likely for the trainer):
         >>> r = torch.log(torch.tensor([1.0, 0.001, 1.0]))
         >>> rejection_mask(
         ...     r, torch.ones(3), torch.tensor([2, 1]), "token", 0.0, 2.0, veto=0.01).keep.tolist()
@@ -319,7 +318,7 @@ def off_policy_sequence_mask(
 
     Source: DeepSeek-V3.2 report (2025), off-policy sequence masking.
 
-    Example (the first sample drifted by 0.2 and has a negative advantage):
+    Example (the first sample has a mean log-ratio of 0.2 and a negative advantage):
         >>> off_policy_sequence_mask(
         ...     torch.tensor([-1.2, -1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.0]),
         ...     torch.ones(2), torch.tensor([1, 1]), delta=0.1).tolist()

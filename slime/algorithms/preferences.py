@@ -1,12 +1,12 @@
-"""Losses that learn from preferences: which of two answers is the better one (DPO, IPO, SimPO, a
-reward model), or whether an answer is desirable (KTO).
+"""Losses on preferences: which of two answers is better (DPO, IPO, SimPO, reward model), or whether
+an answer is desirable (KTO).
 
     tokens ─ sum over each answer ─► SequenceScores ─► loss per pair, implicit rewards
 
-A sum over an answer goes into a function that is not linear, so an answer is never divided: both
-answers of a pair are in one micro-batch, and context parallelism gathers their tokens before.
-A new loss is a function here and a row in `PREFERENCES`; its name and its facts, from which the
-flags follow, are a record in `slime.config.preferences`.
+The losses are not linear in an answer's sum, so they need whole answers: both answers of a pair are
+in one micro-batch, and context parallelism gathers their tokens before the sum.
+To add a loss, add a function and a row in `PREFERENCES`, and a record with its name and facts in
+`slime.config.preferences`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ class SequenceScores:
     """Scores of answers, each [S].
 
     Attributes:
-        sums: Σ of the policy's log-probs over the trained tokens; of a reward model, the reward.
-        log_ratios: Σ of (policy's − reference's log-prob) over the same; 0 without a reference.
-        lengths: trained tokens, as numbers of the same dtype.
+        sums: Σ of the policy's log-probs over the trained tokens; for a reward model, the reward.
+        log_ratios: Σ of (policy's − reference's log-prob) over the trained tokens; 0 without a
+            reference.
+        lengths: number of trained tokens, in the dtype of the others.
     """
 
     sums: Tensor
@@ -37,7 +38,7 @@ class SequenceScores:
     lengths: Tensor
 
     def pick(self, places: Tensor) -> SequenceScores:
-        """The scores of some of the answers, by their places (int64)."""
+        """The scores of the answers at ``places``, int64 indices."""
         return SequenceScores(
             self.sums.index_select(0, places),
             self.log_ratios.index_select(0, places),
@@ -60,8 +61,8 @@ def sequence_scores(
 ) -> SequenceScores:
     """Sum the tokens of each answer.
 
-    The difference to the reference is taken per token, so that equal models give exactly 0,
-    whatever the length.
+    The difference to the reference is taken per token, so equal models give exactly 0 at any
+    length.
 
     Args:
         values: flat [N], log-probs of response tokens, or a reward model's outputs.
@@ -91,11 +92,11 @@ class PreferenceInputs:
     Attributes:
         chosen, rejected: entry i of both is pair i. For KTO: the desirable and the undesirable
             answers, of any number.
-        beta: how much a log-ratio counts: the reward is β · log-ratio.
+        beta: factor of log-ratios: the implicit reward is β · log-ratio.
         label_smoothing: probability that a label is wrong.
-        simpo_gamma: margin γ that SimPO asks for.
+        simpo_gamma: SimPO's target margin γ.
         desirable_weight, undesirable_weight: KTO's λ_D and λ_U.
-        kl: KTO's z before it is multiplied with β: KL from policy to reference, at least 0; without
+        kl: KTO's z, before multiplication by β: KL(policy ‖ reference), at least 0, without
             gradient.
         center_coef: weight of a reward model's (r_c + r_r)².
     """
@@ -117,7 +118,7 @@ class PreferenceLoss:
 
     Attributes:
         loss: [P], one per pair; for KTO one per answer, the desirable ones first.
-        chosen_rewards, rejected_rewards: what the model holds each answer worth, without gradient.
+        chosen_rewards, rejected_rewards: implicit reward of each answer, without gradient.
     """
 
     loss: Tensor
@@ -126,13 +127,13 @@ class PreferenceLoss:
 
 
 def dpo(inputs: PreferenceInputs) -> PreferenceLoss:
-    """−log σ(β Δ), Δ the difference of the summed log-ratios; with label smoothing ε the mean of it
-    and of its opposite, (1 − ε) and ε (cDPO).
+    """−log σ(β Δ), where Δ is the difference of the summed log-ratios; with label smoothing ε,
+    −(1 − ε) log σ(β Δ) − ε log σ(−β Δ) (cDPO).
 
     Source: Rafailov et al., "Direct Preference Optimization" (arXiv:2305.18290), eq. 7; smoothing:
     Mitchell, "A note on DPO with noisy preferences" (2023).
 
-    Example (equal to its reference, a model has the loss ln 2):
+    Example (a model equal to its reference has the loss ln 2):
         >>> zero = SequenceScores(torch.zeros(1), torch.zeros(1), torch.ones(1))
         >>> round(dpo(PreferenceInputs(zero, zero)).loss.item(), 6)
         0.693147
@@ -143,13 +144,13 @@ def dpo(inputs: PreferenceInputs) -> PreferenceLoss:
 
 
 def ipo(inputs: PreferenceInputs) -> PreferenceLoss:
-    """(Δ − 1/(2β))², Δ the difference of the log-ratios per token: the margin has a target, where
-    DPO's grows without bound on pairs that are always labelled alike.
+    """(Δ − 1/(2β))², where Δ is the difference of the mean log-ratios per token. The margin has a
+    target; DPO's grows without bound on pairs that always have the same label.
 
     Source: Azar et al., "A General Theoretical Paradigm to Understand Learning from Human
-    Preferences" (arXiv:2310.12036), eq. 17. Its authors have confirmed the mean over tokens.
+    Preferences" (arXiv:2310.12036), eq. 17; its authors have confirmed the mean over tokens.
 
-    Example (β = 0.5 asks for a margin of 1):
+    Example (β = 0.5 gives the target margin 1):
         >>> c, r = (SequenceScores(v, v, torch.tensor([2.0])) for v in torch.tensor([[3.0], [0.0]]))
         >>> ipo(PreferenceInputs(c, r, beta=0.5)).loss.tolist()
         [0.25]
@@ -157,7 +158,7 @@ def ipo(inputs: PreferenceInputs) -> PreferenceLoss:
     chosen = inputs.chosen.mean_log_ratios
     rejected = inputs.rejected.mean_log_ratios
     loss = (chosen - rejected - 1.0 / (2.0 * inputs.beta)).square()
-    return _rewarded(loss, inputs.beta * chosen, inputs.beta * rejected)
+    return _result(loss, inputs.beta * chosen, inputs.beta * rejected)
 
 
 def simpo(inputs: PreferenceInputs) -> PreferenceLoss:
@@ -180,8 +181,9 @@ def simpo(inputs: PreferenceInputs) -> PreferenceLoss:
 
 
 def kto(inputs: PreferenceInputs) -> PreferenceLoss:
-    """λ_D (1 − σ(β(r − z))) of a desirable answer, λ_U (1 − σ(β(z − r))) of an undesirable one: r
-    its log-ratio, z the KL from policy to reference, estimated on prompts with answers of others.
+    """λ_D (1 − σ(β(r − z))) of a desirable answer, λ_U (1 − σ(β(z − r))) of an undesirable one,
+    where r is the log-ratio of the answer, and z is KL(policy ‖ reference), estimated on prompts
+    paired with answers to other prompts.
 
     Source: Ethayarajh et al., "KTO" (arXiv:2402.01306), eq. 8.
 
@@ -199,11 +201,11 @@ def kto(inputs: PreferenceInputs) -> PreferenceLoss:
             inputs.undesirable_weight * torch.sigmoid(rejected - zero_point),
         ]
     )
-    return _rewarded(loss, chosen, rejected)
+    return _result(loss, chosen, rejected)
 
 
 def bradley_terry(inputs: PreferenceInputs) -> PreferenceLoss:
-    """−log σ(r_c − r_r), and c (r_c + r_r)² where rewards are to be centred at 0.
+    """−log σ(r_c − r_r), plus c (r_c + r_r)² to centre rewards at 0 if c > 0.
 
     Source: Ouyang et al., "InstructGPT" (arXiv:2203.02155), eq. 1; centring: Eisenstein et al.
     (arXiv:2312.09244), section 4.
@@ -218,7 +220,7 @@ def bradley_terry(inputs: PreferenceInputs) -> PreferenceLoss:
     loss = -F.logsigmoid(chosen - rejected)
     if inputs.center_coef:
         loss = loss + inputs.center_coef * (chosen + rejected).square()
-    return _rewarded(loss, chosen, rejected)
+    return _result(loss, chosen, rejected)
 
 
 def _logistic(
@@ -229,20 +231,20 @@ def _logistic(
     loss = -(1.0 - epsilon) * F.logsigmoid(logits)
     if epsilon:
         loss = loss - epsilon * F.logsigmoid(-logits)
-    return _rewarded(loss, chosen, rejected)
+    return _result(loss, chosen, rejected)
 
 
-def _rewarded(loss: Tensor, chosen: Tensor, rejected: Tensor) -> PreferenceLoss:
+def _result(loss: Tensor, chosen: Tensor, rejected: Tensor) -> PreferenceLoss:
     return PreferenceLoss(loss, chosen.detach(), rejected.detach())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preference:
-    """A way of learning from preferences.
+    """A preference loss.
 
     Attributes:
-        facts: what the flags know of it, its name in the first place.
-        paper: where it comes from.
+        facts: name, and facts that flags depend on.
+        paper: its source.
         loss: the scores of a micro-batch's answers → loss per pair, or per answer.
     """
 

@@ -1,9 +1,8 @@
-"""Reductions from one value per token to one number, the same at any packing, micro-batch size and
-parallel layout.
+"""Reductions from one value per token to one number. The result does not depend on packing,
+micro-batch size or parallel layout.
 
-Denominators are known before the step (`slime.samples.packing` counts them over all ranks), so a
-reduction is one weight per token, and the weighted sums of all micro-batches and ranks simply add
-up.
+Denominators are known before the step (`slime.samples.packing` counts them over all ranks). A
+reduction is therefore a weight per token, and the weighted sums of all micro-batches and ranks add.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ def token_weights(
 ) -> Tensor:
     """The weight of each response token in the loss and in every averaged metric.
 
-    Default: each trajectory counts alike, and within it each trained token: ``mask / mask_sum /
-    global_batch_size``. Per token (``num_loss_tokens`` given): each trained token counts alike:
-    ``mask / num_loss_tokens``.
+    Default, ``mask / mask_sum / global_batch_size``: trajectories have equal weight, and so have
+    the trained tokens of each. With ``num_loss_tokens``, ``mask / num_loss_tokens``: all trained
+    tokens have equal weight.
 
     Args:
         loss_masks: [R_i] per sample of the micro-batch, 0 or 1.
         mask_sums: trained tokens of sample i's whole trajectory, which may span several samples, or
-            their mean over the trajectories of its group; 0 counts as 1.
+            their mean over the trajectories of its group. 0 counts as 1.
         global_batch_size: trajectories in the optimizer step, over all ranks.
         num_loss_tokens: trained tokens in the optimizer step, over all ranks.
     Returns:
@@ -53,8 +52,7 @@ def token_weights(
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """``sum(values * weights)`` over the tokens that count; a NaN on a token of weight 0 does no
-    harm.
+    """``sum(values * weights)`` over tokens of non-zero weight; NaN at other tokens is ignored.
 
     Example:
         >>> weighted_sum(torch.tensor([1.0, float("nan")]), torch.tensor([0.5, 0.0])).item()
@@ -64,7 +62,7 @@ def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def sequence_mean(values: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
-    """The mean of each sample over its trained tokens, given back to each of its tokens.
+    """The mean of each sample over its trained tokens, repeated for each of its tokens.
 
     Args:
         values, masks: flat [sum of R_i].
@@ -82,7 +80,7 @@ def sequence_mean(values: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
 
 
 def sequence_sum(values: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
-    """The sum of each sample over its trained tokens, given back to each of its tokens.
+    """The sum of each sample over its trained tokens, repeated for each of its tokens.
 
     Args:
         values, masks: flat [sum of R_i].
@@ -95,7 +93,7 @@ def sequence_sum(values: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
         >>> sequence_sum(v, m, torch.tensor([2, 1])).tolist()
         [4.0, 4.0, 0.0]
     """
-    if values.numel() == 0:  # a rank with nothing to train; there is no reduction over no segments
+    if values.numel() == 0:  # repeat_interleave and segment_reduce need at least one segment
         return values * masks
     return torch.repeat_interleave(
         sample_sums(values, masks, lengths), lengths, output_size=values.numel()
@@ -109,20 +107,20 @@ def sample_sums(values: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
         values, masks: flat [sum of R_i].
         lengths: int64 [samples], R_i.
     Returns:
-        [samples]; 0 for a sample without trained tokens. Differentiable in ``values``; a NaN on a
-        token that is not trained does no harm.
+        [samples]; 0 for a sample without trained tokens. Differentiable in ``values``; NaN at an
+        untrained token is ignored.
 
     Example:
         >>> v, m = torch.tensor([1.0, 3.0, float("nan")]), torch.tensor([1.0, 1.0, 0.0])
         >>> sample_sums(v, m, torch.tensor([2, 1])).tolist()
         [4.0, 0.0]
     """
-    if values.numel() == 0:  # there is no reduction over no segments
+    if values.numel() == 0:  # segment_reduce needs at least one segment
         return values.new_zeros(lengths.numel())
     return torch.segment_reduce(
         torch.where(masks != 0, values, 0.0),
         "sum",
         lengths=lengths,
-        unsafe=values.is_cuda,  # looking at the lengths would wait for the device
+        unsafe=values.is_cuda,  # checking the lengths would synchronise with the device
         initial=0.0,
     )

@@ -1,4 +1,4 @@
-"""The critic: its loss per token, the scale of what it learns, and how much it explains.
+"""The critic: its loss per token, the normalisation of its targets, and its explained variance.
 
 Flat tensors [T] are the response tokens of a micro-batch; lists have a tensor [L_i] per sample.
 """
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Weight of the past in the running statistics of returns, per rollout.
+#: Decay per rollout of the running statistics of returns.
 _DECAY = 0.99
-#: Least variance of returns that they are divided by: without it equal rewards become noise.
-_LEAST_VARIANCE = 1e-2
+#: Minimum variance for normalisation: with equal rewards the critic would learn rounding noise.
+_MIN_VARIANCE = 1e-2
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class ValueLoss:
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, value_clip: float
 ) -> ValueLoss:
-    """max((V - G)², (clip(V) - G)²), clip(V) being within ``value_clip`` of the value before the
-    update. There is no ½.
+    """max((V - G)², (clip(V) - G)²), where clip(V) is within ``value_clip`` of the value before the
+    update. There is no factor of ½.
 
     Args:
         values: of the current critic, with gradient.
@@ -37,7 +37,7 @@ def clipped_value_loss(
         returns: G of each token.
     Source: Schulman et al., baselines/ppo2 (2017); Engstrom et al. (arXiv:2005.12729), section 3.
 
-    Example (the first value moved by 0.5, of which 0.25 count, so its gradient is 0):
+    Example (the first value moved by 0.5, which is clipped to 0.25, so its gradient is 0):
         >>> out = clipped_value_loss(
         ...     torch.tensor([0.5, 0.125]), torch.zeros(2), torch.ones(2), value_clip=0.25)
         >>> out.loss.tolist(), out.clipped.tolist()
@@ -52,10 +52,11 @@ def clipped_value_loss(
 
 @dataclass(frozen=True)
 class ReturnScale:
-    """The scale of returns, by which the critic's outputs are multiplied (``--normalize-values``).
+    """Mean and standard deviation of returns, for normalised critic targets
+    (``--normalize-values``).
 
     Attributes:
-        mean, square: running means of G and G²; ``weight`` corrects their start from 0.
+        mean, square: running means of G and G²; ``weight`` corrects their bias from starting at 0.
     Source: van Hasselt et al. (arXiv:1602.07714), section 2; as a running mean: Yu et al., MAPPO
     (arXiv:2103.01955), section 5.1.
 
@@ -72,7 +73,7 @@ class ReturnScale:
     weight: float = 0.0
 
     def updated(self, mean: float, square: float) -> ReturnScale:
-        """The scale after another rollout whose returns have this mean and mean square."""
+        """Return the scale after a rollout whose returns have this mean and mean square."""
         new = 1.0 - _DECAY
         return ReturnScale(
             _DECAY * self.mean + new * mean,
@@ -89,7 +90,7 @@ class ReturnScale:
         if not self.weight:
             return 1.0
         variance = self.square / self.weight - self.shift**2
-        return float(max(variance, _LEAST_VARIANCE) ** 0.5)
+        return float(max(variance, _MIN_VARIANCE) ** 0.5)
 
     def normalised(self, returns: Tensor) -> Tensor:
         return (returns - self.shift) / self.factor
@@ -105,7 +106,7 @@ def return_statistics(
     all_reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     device: torch.device | None = None,
 ) -> dict[str, float]:
-    """Means over the trained tokens of all ranks, each token counting alike.
+    """Statistics over the trained tokens of all ranks, with equal weight per token.
 
     Args:
         values: V before the update.
@@ -113,10 +114,10 @@ def return_statistics(
             `slime.algorithms.advantages.whiten`.
     Returns:
         ``mean`` and ``square`` of the returns, and ``explained_variance`` = 1 - Var(G - V) /
-        Var(G): 1 for exact values, 0 for a constant, below 0 for values that are worse than
-        none; 0 where all returns are equal.
+        Var(G): 1 for exact values, 0 for a constant, below 0 for values worse than a constant;
+        0 if all returns are equal.
 
-    Example (values that know half of each difference):
+    Example (values that predict half of each return):
         >>> v, g = torch.tensor([-0.5, 0.5]), torch.tensor([-1.0, 1.0])
         >>> return_statistics([v], [g], [torch.ones(2)])
         {'mean': 0.0, 'square': 1.0, 'explained_variance': 0.75}
@@ -130,8 +131,8 @@ def return_statistics(
     sums = all_reduce(torch.stack([mask.sum(), g.sum(), errors.sum(), g.square().sum()]))
     count, total, error, square = sums.unbind()
     count = count.clamp(min=1.0)
-    apart = torch.stack([g - total / count, errors - error / count]).square() * mask
-    spread, unexplained = all_reduce(apart.sum(dim=1)).tolist()
+    squares = torch.stack([g - total / count, errors - error / count]).square() * mask
+    spread, unexplained = all_reduce(squares.sum(dim=1)).tolist()
     return {
         "mean": float(total / count),
         "square": float(square / count),

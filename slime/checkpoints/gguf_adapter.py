@@ -1,9 +1,9 @@
-"""An adapter as one GGUF file, which llama.cpp adds to the file of its base.
+"""Write an adapter as a GGUF file, which llama.cpp combines with the GGUF file of the base.
 
     llama-cli -m base.gguf --lora adapter.gguf
 
-Names are those of the base's tensors with ``.lora_a`` [rank, in] and ``.lora_b`` [out, rank] behind
-them; experts of a layer are one tensor. llama.cpp scales by alpha / rank.
+Names are those of the base's tensors with the suffixes ``.lora_a`` [rank, in] and ``.lora_b``
+[out, rank]; the experts of a layer are one tensor. llama.cpp scales by alpha / rank.
 """
 
 from __future__ import annotations
@@ -39,16 +39,15 @@ def adapter_to_gguf(
     dtype: str | None = None,
     name: str | None = None,
 ) -> Path:
-    """Write an adapter of ``base`` to the file ``path``, which appears only when it is whole.
+    """Write an adapter of ``base`` to the file ``path``, which appears only when complete.
 
     Args:
         base: Hugging Face directory.
-        dtype: "bfloat16", "float16" or "float32" of the factors; None keeps what each has.
-        name: of the adapter, for people.
+        dtype: "bfloat16", "float16" or "float32" for A and B; None keeps the dtype of each.
+        name: display name of the adapter.
     Raises:
-        UserError: the base is of a family that llama.cpp has no counterpart for here, or has what
-            llama.cpp does not compute; the adapter has modules that the base does not have; the
-            package gguf is missing.
+        UserError: the base is one that llama.cpp does not compute, or of an unsupported family; the
+            adapter has modules that the base does not have; the package gguf is missing.
     """
     target = Path(path)
     require_gguf("writing")

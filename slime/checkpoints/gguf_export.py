@@ -1,10 +1,10 @@
-"""A Hugging Face directory as one GGUF file, which llama.cpp, Ollama and LM Studio read.
+"""Write a Hugging Face directory as a GGUF file for llama.cpp, Ollama and LM Studio.
 
     >>> hf_to_gguf("outputs/sums/model", "sums.gguf")          # 135M parameters in bfloat16: 270 MB
 
-Tensors are copied one at a time and bit for bit (norms in float32, as llama.cpp wants them), so
-`gguf_to_hf` gives the same model back. Names come from the ``gguf`` package's own tables, shapes
-and facts from the model family's.
+Tensors are copied one at a time and bit for bit (norms in float32, which llama.cpp needs), so
+`gguf_to_hf` restores the model. Names come from the ``gguf`` package, shapes and settings from the
+model family's table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from gguf import GGUFWriter
 
-#: Model family → what llama.cpp calls the architecture that computes it.
+#: Model family → llama.cpp's name of the architecture.
 ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
@@ -39,13 +39,12 @@ ARCHITECTURES = {
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
 }
-#: Of these llama.cpp rotates neighbouring dimensions, so that rows of queries and keys lie in
-#: another order.
+#: Architectures in which llama.cpp rotates neighbouring dimensions, so rows of queries and keys are
+#: reordered.
 _INTERLEAVED = ("llama",)
-#: Our own entry: scaling of the rotary embedding as config.json has it. llama.cpp reads the factors
-#: made of it.
+#: slime's own entry: the rotary scaling of config.json. llama.cpp reads factors computed from it.
 ROPE_PARAMETERS = "slime.rope_parameters"
-#: dtype → the name of a file that is mostly of it, in `gguf.LlamaFileType`.
+#: dtype of most weights → file type in `gguf.LlamaFileType`.
 _FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16"}
 QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| "
@@ -58,8 +57,8 @@ TEKKEN_WORDS = (
     r"?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
 )
-#: How a tokenizer cuts text into words before it merges → llama.cpp's name of it. ByteLevel's own
-#: pattern: "".
+#: Patterns by which a tokenizer splits text into words → llama.cpp's name of the pre-tokenizer. ()
+#: is ByteLevel's own pattern.
 _PRE_TOKENIZERS = {
     (): "gpt-2",
     (QWEN_WORDS % "",): "qwen2",
@@ -77,16 +76,15 @@ def hf_to_gguf(
     name: str | None = None,
 ) -> Path:
     """Write the model and tokenizer of ``directory`` to the file ``path``, which appears only when
-    it is whole.
+    complete.
 
     Args:
-        dtype: "bfloat16", "float16" or "float32" of the matrices; None keeps what each tensor has.
-        pre_tokenizer: llama.cpp's name for how text is cut into words, for tokenizers that are not
-            known here.
-        name: of the model, for people; default: that of the directory.
+        dtype: "bfloat16", "float16" or "float32" for matrices; None keeps the dtype of each.
+        pre_tokenizer: llama.cpp's name of the pre-tokenizer, for tokenizers unknown to slime.
+        name: display name of the model; default: the directory's name.
     Raises:
-        UserError: a family, scaling or tokenizer that llama.cpp has no counterpart for, or that is
-            not written here; the weights are not complete; the package gguf is missing.
+        UserError: the family, rotary scaling or tokenizer is not supported; the weights are
+            incomplete; the package gguf is missing.
     """
     source = Path(directory)
     target = Path(path)
@@ -111,7 +109,7 @@ def require_gguf(doing: str) -> None:
     """Check that the package gguf is installed; ``doing`` is "reading" or "writing".
 
     Raises:
-        UserError: it is not.
+        UserError: the package is missing.
     """
     if importlib.util.find_spec("gguf") is None:
         raise UserError(
@@ -121,10 +119,10 @@ def require_gguf(doing: str) -> None:
 
 @contextmanager
 def gguf_writer(target: Path, spec: ModelSpec) -> Iterator[GGUFWriter]:
-    """Yield the writer of a file, which appears as the block ends.
+    """Yield the writer of a file, which appears at the end of the block.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the file cannot be written.
     """
     from gguf import GGUFWriter
 
@@ -169,7 +167,7 @@ def check_writable(source: str | os.PathLike[str], spec: ModelSpec) -> None:
         if holds:
             raise UserError(
                 f"{source} has {what}",
-                why=f"llama.cpp's {ARCHITECTURES[spec.family]} computes none of it",
+                why=f"llama.cpp's {ARCHITECTURES[spec.family]} does not support this",
             )
 
 
@@ -181,7 +179,7 @@ def _add_facts(writer: GGUFWriter, spec: ModelSpec, name: str, tensors: list[Ggu
 
     facts = spec.transformer
     writer.add_type("model")
-    # transformers expects another layout of a file whose model has this very name
+    # transformers expects another layout if the model's name is exactly "mistral"
     writer.add_name("Mistral" if name == "mistral" else name)
     largest = max(tensors, key=lambda tensor: tensor.num_elements)
     writer.add_file_type(LlamaFileType[_FILE_TYPES[largest.dtype]])
@@ -220,7 +218,7 @@ def _add_facts(writer: GGUFWriter, spec: ModelSpec, name: str, tensors: list[Ggu
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor of a GGUF file; ``read`` gives its values when they are written."""
+    """One tensor of a GGUF file; ``read`` returns its values when they are written."""
 
     name: str
     shape: tuple[int, ...]
@@ -253,8 +251,8 @@ def gguf_names(names: list[str], spec: ModelSpec) -> dict[str, list[str]]:
 def _tensors(
     reader: HfReader, names: list[str], spec: ModelSpec, dtype: str | None
 ) -> Iterator[GgufTensor]:
-    """The tensors under llama.cpp's names; experts of a layer as one, and the factors of Llama 3's
-    positions."""
+    """Yield the tensors with llama.cpp's names: the experts of a layer as one, and the factors of
+    llama3 rotary scaling."""
     sources = gguf_names(names, spec)
     if (spec.rotary_scaling or {}).get("rope_type") == "llama3":
         factors = _rope_factors(spec)
@@ -287,11 +285,8 @@ def _reading(
 
 
 def in_gguf_order(tensor: torch.Tensor, name: str, spec: ModelSpec) -> torch.Tensor:
-    """Rows of queries and keys so that the two dimensions of a rotated pair are neighbours, where
-    llama.cpp wants that.
-
-    Of a head of 4: rows 0, 1, 2, 3 become 0, 2, 1, 3.
-    """
+    """Reorder rows of queries and keys so that rotated pairs are neighbours, if llama.cpp's
+    architecture needs that: rows 0, 1, 2, 3 of a head of size 4 become 0, 2, 1, 3."""
     heads = {"q_proj": spec.num_heads, "k_proj": spec.num_query_groups}.get(name.split(".")[-2])
     if heads is None or ARCHITECTURES[spec.family] not in _INTERLEAVED:
         return tensor
@@ -312,8 +307,7 @@ def _rope_factors(spec: ModelSpec) -> torch.Tensor:
 
 
 def write_tensors(writer: GGUFWriter, tensors: list[GgufTensor]) -> None:
-    """All names and sizes, then the values of one tensor after the other: memory holds one at a
-    time."""
+    """Write all names and sizes, then the values of one tensor at a time."""
     import numpy as np
     import torch
     from gguf import GGMLQuantizationType as Kind
@@ -340,7 +334,7 @@ def write_tensors(writer: GGUFWriter, tensors: list[GgufTensor]) -> None:
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """Texts of all tokens by id, llama.cpp's kinds of them, and how text is cut into words.
+    """Texts and llama.cpp's types of all tokens by id, and the pre-tokenizer.
 
     Attributes:
         model: "gpt2" (bytes, merged by rank) or "llama" (SentencePiece, merged by score).
@@ -355,11 +349,10 @@ class _Vocabulary:
 
     @staticmethod
     def read(directory: Path, size: int, pre: str | None) -> _Vocabulary:
-        """Read the tokenizer that transformers makes of the directory, which does more than
-        tokenizer.json says.
+        """Read the tokenizer as transformers loads it, which may change what is in tokenizer.json.
 
         Raises:
-            UserError: there is no tokenizer, or it is of a kind that is not known here.
+            UserError: there is no tokenizer, or its type is not supported.
         """
         from gguf import TokenType
         from transformers import PreTrainedTokenizerFast
@@ -420,17 +413,14 @@ class _Vocabulary:
             writer.add_token_scores(self.scores)
         writer.add_token_types(self.kinds)
         special = SpecialVocab(directory, load_merges=self.scores is None, n_vocab=len(self.texts))
-        # where nothing is said, llama.cpp goes by other rules
+        # without a value llama.cpp uses another default
         special.add_special_token.setdefault("bos", False)
         special.add_to_gguf(writer, quiet=True)
 
 
 def _scores(model: dict[str, Any], texts: list[str]) -> list[float]:
-    """SentencePiece's scores, of which only the order counts: what is merged earlier has the higher
-    one.
-
-    A token that several merges make (a fast tokenizer lists all ways to it) counts as the first of
-    them.
+    """Return scores for SentencePiece, of which only the order matters: tokens that are merged
+    earlier have higher scores. If several merges make a token, the first one counts.
     """
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(model["merges"]):
@@ -440,10 +430,10 @@ def _scores(model: dict[str, Any], texts: list[str]) -> list[float]:
 
 
 def _pre_tokenizer(directory: Path, data: dict[str, Any]) -> str:
-    """llama.cpp's name for the way in which the tokenizer cuts text into words.
+    """Return llama.cpp's name of the tokenizer's pre-tokenizer.
 
     Raises:
-        UserError: it is not one of those that are known here.
+        UserError: the pre-tokenizer is unknown.
     """
     outer = data.get("pre_tokenizer") or {}
     parts = outer.get("pretokenizers", [outer])
@@ -458,9 +448,9 @@ def _pre_tokenizer(directory: Path, data: dict[str, Any]) -> str:
     found = _PRE_TOKENIZERS.get(tuple(patterns))
     if found is None:
         raise UserError(
-            f"the tokenizer of {directory} cuts text into words in a way that is not known here",
+            f"the pre-tokenizer of {directory} is unknown",
             why=f"its pre_tokenizer: {json.dumps(outer, ensure_ascii=False)[:300]}",
-            fix="pass --pre-tokenizer with llama.cpp's name for it (those known here: "
+            fix="pass --pre-tokenizer with llama.cpp's name for it (for example "
             f"{', '.join(_PRE_TOKENIZERS.values())})",
         )
     return found

@@ -40,7 +40,7 @@ INDEX = "model.safetensors.index.json"
 #: The head of a reward model, [1, H].
 SCORE = "score.weight"
 SINGLE = "model.safetensors"
-#: What quantised checkpoints have beside or instead of the weights.
+#: Suffixes of tensors of quantised checkpoints → format.
 _QUANTISED = {
     ".weight_scale_inv": "FP8",
     ".weight_scale": "FP8 or INT8",
@@ -61,8 +61,8 @@ _WEIGHT_SUFFIXES = (
 
 
 class LazyTensor:
-    """A tensor in a safetensors file; indexing reads only the bytes asked for (`[a:b]`, `[:, a:b]`,
-    `[:]`)."""
+    """A tensor in a safetensors file; indexing (`[a:b]`, `[:, a:b]`, `[:]`) reads only the needed
+    bytes."""
 
     def __init__(self, piece: Any) -> None:
         self._piece = piece
@@ -76,7 +76,7 @@ def open_safetensors(path: Path, framework: str = "pt") -> Any:
     """Open a safetensors file.
 
     Raises:
-        UserError: it is damaged.
+        UserError: the file is damaged.
     """
     try:
         return safe_open(path, framework=framework)
@@ -84,23 +84,21 @@ def open_safetensors(path: Path, framework: str = "pt") -> Any:
         raise UserError(
             f"{path} is not a readable safetensors file",
             why=f"{error} (it has {path.stat().st_size} bytes)",
-            fix="download it again: the download was cut short, or a Git LFS pointer lies in its "
-            "place",
+            fix="download it again: the download was incomplete, or the file is a Git LFS pointer",
         ) from error
 
 
 class HfReader:
     """The tensors of a Hugging Face directory, one file or several with an index.
 
-    Opening checks that the files are there and agree with the index; nothing is read but the
-    headers.
+    Opening checks that the files exist and agree with the index. It reads only headers.
 
     Args:
-        names_only: no tensor will be read; then torch is not imported.
-        as_trunk: the layers are wanted alone: a sequence classifier has them, too.
+        names_only: no tensor will be read, so torch is not imported.
+        as_trunk: only the layers are needed, so the model may be a sequence classifier.
     Raises:
-        UserError: no safetensors (with advice when there are .bin files), shards missing or
-            damaged, index entries that no shard has. Everything that is wrong is in one message.
+        UserError: there are no safetensors, shards are missing or damaged, or no shard has an entry
+            of the index.
     """
 
     def __init__(
@@ -118,7 +116,7 @@ class HfReader:
                 missing = sorted(expected - names)
                 raise UserError(
                     f"{self.directory / file_name} lacks {len(missing)} tensors that the index "
-                    "promises",
+                    "lists",
                     why=f"the first: {', '.join(missing[:3])}",
                     fix=f"download {file_name} and {INDEX} again from the same revision",
                 )
@@ -128,8 +126,8 @@ class HfReader:
         self._open_stacks: dict[str, TensorSource] = {}
 
     def names(self) -> set[str]:
-        """Names of the tensors; stacks that are stored in MXFP4, or whose experts are stored one by
-        one, count as the plain ones that they stand for."""
+        """Names of the tensors. Stacks stored in MXFP4 or one expert at a time have the names of
+        unquantised, stacked tensors."""
         parts = {part for pair in self._mxfp4.values() for part in pair}
         parts.update(part for layout in self._stacks.values() for part in layout.names)
         whole = {name for name in self._stacks if not self._absent(name)}
@@ -143,8 +141,8 @@ class HfReader:
         return self._file_of[layout.names[0] if layout and layout.pieces else name]
 
     def arrange_experts(self, family: ModelFamily, spec: ModelSpec) -> bool:
-        """From now on, read stacks of experts in the layout of published checkpoints, whichever the
-        directory has. Return whether it has another one."""
+        """Read stacks of experts in the layout of published checkpoints from now on. Return whether
+        the directory has another layout."""
         if family.stacks_experts:
             stored = set(self._file_of)
             shape_of = lambda name: self._stored(name).shape  # noqa: E731
@@ -153,11 +151,11 @@ class HfReader:
 
     @property
     def has_transposed_stacks(self) -> bool:
-        """Tell whether stacks of experts are stored transposed against published ones."""
+        """Tell whether stacks of experts are transposed, compared with published ones."""
         return any(one.is_transposed and not one.pieces for one in self._stacks.values())
 
     def _absent(self, name: str) -> list[str]:
-        """Return the stored tensors that a tensor lacks."""
+        """Return the missing stored tensors of a tensor."""
         layout = self._stacks.get(name)
         stored = layout.names if layout and layout.pieces else [name]
         return [one for one in stored if one not in self._file_of]
@@ -168,7 +166,7 @@ class HfReader:
         return sorted(self._files)
 
     def dtype_of(self, name: str) -> str:
-        """Return the name of a tensor's dtype as torch has it, without reading the tensor."""
+        """Return torch's name of a tensor's dtype, without reading the tensor."""
         from slime.checkpoints.safetensors_stream import DTYPE_NAMES
 
         return DTYPE_NAMES[self._files[self._file_of[name]].get_slice(name).get_dtype()]
@@ -195,13 +193,13 @@ class HfReader:
         return self._stored(SCORE) if self._as_trunk and SCORE in self._file_of else None
 
     def verify(self, family: ModelFamily, spec: ModelSpec) -> list[str]:
-        """Compare with what the family's table expects of a model of this shape.
+        """Compare the tensors with those of the family's table.
 
         Returns:
-            Tensors that are there and known not to be used.
+            Tensors that exist and are known to be unused.
         Raises:
-            UserError: tensors missing or unknown, named by layer, or of another shape than
-                config.json makes them.
+            UserError: tensors are missing or unknown (named by layer), or do not have the shape
+                that follows from config.json.
         """
         self.arrange_experts(family, spec)
         shapes = ModelParameters(family, spec).stored
@@ -221,11 +219,10 @@ class HfReader:
             kind = next(kind for suffix, kind in _QUANTISED.items() if quantised.endswith(suffix))
             raise UserError(
                 f"{self.directory} holds weights quantised to {kind}",
-                why=f"it has {quantised}; training needs the weights themselves",
+                why=f"it has {quantised}; training needs unquantised weights",
                 fix="use a bfloat16 copy of the model (slime convert quantised-to-hf makes one of "
-                "FP8 and INT4);"
-                " where only engines are to be quantised, name the copy with --ref-load; or train "
-                "adapters beside these weights, with --lora-rank",
+                "FP8 and INT4); to quantise only the engines, pass the copy with --ref-load; or "
+                "train adapters of these weights with --lora-rank",
             )
         if missing or unknown:
             raise UserError(
@@ -242,8 +239,7 @@ class HfReader:
     def _check_shapes(
         self, shapes: Mapping[str, tuple[int, ...]], family: ModelFamily, spec: ModelSpec
     ) -> None:
-        """The rows of embeddings may be fewer or more than the vocabulary: they are padded and
-        cut."""
+        """Refuse wrong shapes. Embeddings may have any number of rows: they are padded and cut."""
         wrong = []
         for name, shape in shapes.items():
             found = tuple(self[name].shape)
@@ -259,7 +255,7 @@ class HfReader:
             )
 
     def _expected_files(self) -> dict[str, set[str] | None]:
-        """File name → tensors the index promises in it (None: no index)."""
+        """File name → tensors that the index lists for it (None: no index)."""
         index = self.directory / INDEX
         if not index.is_file():
             if (self.directory / SINGLE).is_file():
@@ -271,7 +267,7 @@ class HfReader:
             raise UserError(
                 f"{index} is damaged", why=str(error), fix="download it again"
             ) from error
-        # a conversion writes under these names
+        # conversions write files with these names
         outside = [
             name
             for name in weight_map.values()
@@ -282,7 +278,7 @@ class HfReader:
             raise UserError(
                 f"{index} is damaged",
                 why=why,
-                fix="download it again; do not use what others have changed",
+                fix="download the index again from a source that you trust",
             )
         promised: dict[str, set[str] | None] = {}
         for name, file_name in weight_map.items():
@@ -296,7 +292,7 @@ class HfReader:
                 f"{len(absent)} of {len(promised)} shards are missing in {self.directory}",
                 why=f"{', '.join(absent[:6])}{' …' if len(absent) > 6 else ''}"
                 + (f"; they hold tensors of the layers {layers}" if layers else ""),
-                fix="download them again: the download was cut short",
+                fix="download them again: the download was incomplete",
             )
         return dict(sorted(promised.items()))
 
@@ -332,7 +328,7 @@ class HfReader:
 
 
 def _layers_of(names: Iterable[str]) -> str:
-    """ "3-5, 9" for tensors of these layers."""
+    """Format the layers of the tensors as ranges: "3-5, 9"."""
     layers = sorted(
         {int(found.group(1)) for name in names if (found := re.search(r"\.layers\.(\d+)\.", name))}
     )
@@ -346,8 +342,7 @@ def _layers_of(names: Iterable[str]) -> str:
 
 
 def _describe(names: list[str], adjective: str, spec: ModelSpec) -> list[str]:
-    """Describe faulty tensors, whole layers first: "layer 3 is missing" says more than nine
-    names."""
+    """Describe missing or unknown tensors with their number, layers and first names."""
     if not names:
         return []
     per_layer = Counter(
@@ -360,13 +355,13 @@ def _describe(names: list[str], adjective: str, spec: ModelSpec) -> list[str]:
 
 
 def check_export(directory: Path, kept: Mapping[str, Path]) -> None:
-    """An export replaces its directory as a whole: that may be an earlier export, and nothing else.
+    """Check that an export, which replaces its whole directory, replaces only an earlier export.
 
     Args:
-        kept: by the flag that names it, what must not be lost.
+        kept: flag → path that must not be lost.
     Raises:
-        UserError: one of ``kept`` is the directory or in it; the directory holds anything but a
-            model's files.
+        UserError: one of ``kept`` is the directory or inside it, or the directory has other
+            contents than a model's files.
     """
     fix = (
         "give exports a directory of their own, e.g. --save-hf exports/{rollout_id}; "
@@ -386,10 +381,10 @@ def check_export(directory: Path, kept: Mapping[str, Path]) -> None:
         or any(entry.is_dir() for entry in entries)
         or (entries and not is_model)
     ):
-        there = ", ".join(entry.name for entry in entries[:8]) or "a file"
+        contents = ", ".join(entry.name for entry in entries[:8]) or "a file"
         why = (
             "the export replaces the directory as a whole; there is: "
-            f"{there}{' …' if len(entries) > 8 else ''}"
+            f"{contents}{' …' if len(entries) > 8 else ''}"
         )
         raise UserError(
             f"{directory} holds something else than an earlier export", why=why, fix=fix
@@ -401,14 +396,14 @@ class HfWriter:
     when complete.
 
     Args:
-        directory: final place; an earlier export there is replaced as a whole.
+        directory: final path; an earlier export is replaced as a whole.
         assets_from: directory whose config and tokenizer files are copied.
-        shard_bytes: upper bound of a weight file.
-        quantised: the tensors are as the quantization_config of ``assets_from`` says; otherwise
-            they are plain, and the copy of config.json has none.
-        config_changes: entries of config.json that differ from those of ``assets_from``.
+        shard_bytes: upper bound of the size of a weight file.
+        quantised: the tensors match the quantization_config of ``assets_from``; otherwise they are
+            unquantised, and it is removed from the copy of config.json.
+        config_changes: entries of config.json that replace those of ``assets_from``.
     Raises:
-        UserError: what is in ``directory`` must not be lost (`check_export`).
+        UserError: ``directory`` must not be replaced (`check_export`).
     """
 
     def __init__(
@@ -436,14 +431,13 @@ class HfWriter:
         return self
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Append a tensor; a full shard goes to disk at once."""
+        """Append a tensor; a full shard is written at once."""
         from slime.engines.wire.buckets import dtype_name
 
         nbytes = tensor.numel() * tensor.element_size()
         if self._open and self._open_bytes + nbytes > self.shard_bytes:
             self._flush()
-        # a view would be saved with the storage it looks into, and may be overwritten before the
-        # flush
+        # a copy, as a view would be saved with its whole storage, and may change before the flush
         self._open[name] = tensor.detach().to("cpu", copy=True).contiguous()
         self._open_bytes += nbytes
         self.total_bytes += nbytes
@@ -468,14 +462,14 @@ class HfWriter:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """A full disk as the user's, whichever shard meets it."""
+        """Turn errors of the disk into user errors."""
         try:
             yield
         except OSError as failure:
             raise UserError(
                 f"could not write {self.directory}",
-                why=f"{failure.strerror or failure}; {self.total_bytes / 1e9:.1f} GB of weights "
-                "had come by then",
+                why=f"{failure.strerror or failure}, after {self.total_bytes / 1e9:.1f} GB of "
+                "weights",
                 fix="free space, or pass another --save-hf; nothing was left half-written",
             ) from failure
 
@@ -513,11 +507,11 @@ class HfWriter:
 
 
 def copy_assets(source: Path, target: Path, dtype: str | None = None) -> None:
-    """Copy config, tokenizer and remote-code files; everything at top level that is not weights.
+    """Copy config, tokenizer and remote-code files: all top-level files except weights.
 
     Args:
-        dtype: of plain weights beside them: config.json says so, and nothing of quantised ones.
-            None leaves it alone.
+        dtype: dtype of unquantised weights, which is written to config.json, without
+            quantization_config. None leaves config.json unchanged.
     """
     for entry in sorted(source.iterdir()):
         if (

@@ -1,6 +1,6 @@
 """Fill a Megatron model from a Hugging Face directory, on any parallel layout.
 
-Each rank reads only the slices that it keeps. The way back is `slime.weights.source`.
+Each rank reads only the slices that it keeps. `slime.weights.source` is the reverse.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelReader(Protocol):
-    """The tensors of a directory, as `HfReader` has them."""
+    """Interface of readers of a directory's tensors, such as `HfReader`."""
 
     def verify(self, family: ModelFamily, spec: ModelSpec) -> list[str]: ...
 
@@ -46,10 +46,10 @@ class HfLoadReport:
 
     Attributes:
         directory: the Hugging Face directory.
-        num_loaded: parameters (Megatron tensors) of this rank, all of them loaded.
-        num_elements: numbers in them.
-        nbytes: bytes read, in the file's dtype; of quantised weights, bytes after decoding.
-        files: weight files read from, and how many parameters took something from each.
+        num_loaded: number of parameters (Megatron tensors) of this rank, all loaded.
+        num_elements: number of their elements.
+        nbytes: bytes read, in the file's dtype; for quantised weights, bytes after decoding.
+        files: weight file → number of parameters that were read from it.
         ignored: tensors in the files that the family is known not to use.
         seconds: wall time.
     """
@@ -86,20 +86,20 @@ def load_hf(
 ) -> HfLoadReport:
     """Fill the model with a Hugging Face checkpoint. Collective under ``torch.distributed``.
 
-    An optimizer that keeps its own copy of the parameters must be told afterwards
+    An optimizer with its own copy of the parameters must update it afterwards
     (``reload_model_params``).
 
     Args:
         model_chunks: this rank's model, one chunk per virtual pipeline stage, wrapped or not.
         hf_dir: directory with safetensors.
         hf_config: its config; read from ``hf_dir`` when None.
-        model_name: conversion table, when config.json does not tell.
-        reader: of ``hf_dir``; default: one of plain weights.
-        part: of the model that is filled. Of a reward model's directory "trunk" takes the head,
-            too.
+        model_name: name of the conversion table, if config.json does not determine it.
+        reader: reader of ``hf_dir``; default: a reader of unquantised weights.
+        part: the part of the model that is filled. With "trunk", the head of a reward model is
+            loaded too.
     Raises:
-        UserError: files missing or damaged, a tensor of the wrong shape, a parameter that got
-            nothing, or a tensor that no parameter took; by name.
+        UserError: files are missing or damaged, a tensor has a wrong shape, or a parameter or a
+            tensor has no counterpart; names them.
     """
     started = time.perf_counter()
     config = hf_config if hf_config is not None else hf_dir
@@ -146,13 +146,14 @@ def fill_adapters(
     spec: ModelSpec,
     tensors: Mapping[str, TensorSource],
 ) -> None:
-    """Fill the adapters of a model on any parallel layout; what is not in ``tensors`` stays.
+    """Fill the adapters of a model on any parallel layout. Adapters that are not in ``tensors`` do
+    not change.
 
     Args:
-        table: of the adapters (`slime.models.adapters.adapter_family`).
-        tensors: whole ones, by PEFT's names.
+        table: table of the adapters (`slime.models.adapters.adapter_family`).
+        tensors: full tensors, by PEFT's names.
     Raises:
-        UserError: a tensor of the wrong shape.
+        UserError: a tensor has a wrong shape.
     """
     placement = Placement.current()
     for name, target in global_parameters(
@@ -176,14 +177,14 @@ def match_parameter(
         raise UserError(
             f"the model has a parameter {name} {list(tensor.shape)} that the table of "
             f"{family.name} does not know",
-            why="it would start from random numbers",
-            fix="drop the flag that adds it, or choose the model family that has it",
+            why="it would keep its random initial values",
+            fix="leave out the flag that adds it, or choose the model family that has it",
         )
     return match
 
 
 def match_of(family: ModelFamily, name: str, spec: ModelSpec) -> Match | None:
-    """Find a name's row, also for runs of experts, whose names the tables do not know."""
+    """Find the row of a name, which may also be the name of a run of experts."""
     known, last = expert_runs.first_of(name)
     match = family.match_megatron(known, spec)
     if match is None or last is None:
@@ -252,9 +253,8 @@ def _check_all_taken(expected: list[str], taken: set[str], directory: Path) -> N
     if left_over:
         raise UserError(
             f"{len(left_over)} tensors of {directory} were taken by no parameter",
-            why=f"the first: {', '.join(left_over[:4])}",
-            fix="the model was built without the layers they belong to: check the flags on "
-            "layers, biases and norms",
+            why=f"the first: {', '.join(left_over[:4])}; the model was built without their layers",
+            fix="check the flags on layers, biases and norms",
         )
 
 

@@ -38,19 +38,17 @@ class LoadPlan:
     """The weights to load and the rollout to start from.
 
     Attributes:
-        kind: "megatron" (a checkpoint of this program or of Megatron-LM) or "hf" (a Hugging Face
+        kind: "megatron" (a checkpoint of slime or of Megatron-LM) or "hf" (a Hugging Face
             directory).
         path: the iteration's directory, or the Hugging Face directory.
-        iteration: the rollout after which the checkpoint was saved; None for weights without a
-            past, or when only the weights are wanted.
+        iteration: the rollout after which the checkpoint was saved; None if only weights are
+            loaded.
         start_rollout_id: the next rollout.
-        load_optimizer, load_rng: whether training goes on from the saved optimizer and random
-            numbers.
-        is_resume: the run goes on in its own --save directory.
-        note: one line for people: what is loaded and why.
-        damaged: iterations of a run that goes on which would have come first.
-        is_foreign: another program wrote it, and nothing tells whether its files are what was
-            written.
+        load_optimizer, load_rng: whether the optimizer and the random states are loaded.
+        is_resume: the run resumes in its own --save directory.
+        note: one line for the log: what is loaded and why.
+        damaged: for a resumed run, damaged iterations that take precedence over ``iteration``.
+        is_foreign: another program wrote the checkpoint, so its files cannot be verified.
     """
 
     kind: Literal["megatron", "hf"]
@@ -69,21 +67,21 @@ class LoadPlan:
 
 
 def resolve_load(config: Config, corrupt: Sequence[Damage] = ()) -> LoadPlan:
-    """The actor's weights.
+    """Decide on the actor's weights.
 
     * ``--load`` equal to ``--save`` with nothing saved yet: fresh start from ``--ref-load`` or
       ``--hf-checkpoint``.
-    * ``--load`` equal to ``--save``: the newest checkpoint that is whole; changes nothing there
-      (`agreed_plan` does).
+    * ``--load`` equal to ``--save``: the newest intact checkpoint. Damaged ones are not renamed
+      here (`agreed_plan` does that).
     * ``--load`` with another Megatron checkpoint, or ``--ckpt-step``: that iteration, or the
       latest.
     * ``--load`` with a Hugging Face directory, or no ``--load``: a fresh start from it.
 
     Args:
-        corrupt: iterations that are known to be, where the run goes on.
+        corrupt: iterations that are known to be corrupt, for a resumed run.
     Raises:
-        UserError: nothing loadable at --load; names the directory, what is in it, and the flags.
-            Also: --save holds another run's checkpoints.
+        UserError: --load has nothing to load (names the directory's contents and the flags), or
+            --save has another run's checkpoints.
     """
     flags = config.checkpoint
     given = flags.load
@@ -95,7 +93,7 @@ def resolve_load(config: Config, corrupt: Sequence[Damage] = ()) -> LoadPlan:
     if given is not None:
         root = Path(given)
         if resumable and flags.ckpt_step is None and has_checkpoints(root):
-            return _newest_of_its_own(config, root, corrupt)
+            return _newest_own(config, root, corrupt)
         if resumable and flags.ckpt_step is None and not _looks_like_checkpoint(root):
             return _fresh(config, f"nothing saved yet in {root} (--load is --save)")
         tracked = read_tracker(root)
@@ -113,26 +111,26 @@ def resolve_load(config: Config, corrupt: Sequence[Damage] = ()) -> LoadPlan:
 
 
 def check_length(config: Config, plan: LoadPlan) -> None:
-    """Refuse to load a checkpoint beyond the end of the run. One exactly at its end is fine: the
-    run may have been killed as it ended.
+    """Refuse to load a checkpoint beyond the end of the run. A checkpoint exactly at the end is
+    accepted, as the run may have been killed while it ended.
 
     Raises:
-        UserError: it does, so that nothing would be trained.
+        UserError: the checkpoint is beyond the end, so nothing would be trained.
     """
     done = plan.start_rollout_id
     length = config.rollout.num_rollout
     if length and plan.iteration is not None and done > length:
         raise UserError(
             f"--num-rollout {length} is too short: {done} rollouts are trained on already",
-            why=f"it is the length of the whole run; {plan.note}",
+            why=f"the flag is the length of the whole run; {plan.note}",
             fix=f"pass --num-rollout {done + length} for {length} more, or another --load or "
             "--ckpt-step",
         )
 
 
 def going_on(config: Config) -> Config:
-    """The configuration with which a run goes on from the newest of its own checkpoints: what said
-    where its first launch began counts no more. Before the first checkpoint it is the same.
+    """Return the configuration with which a run resumes from its newest checkpoint, without the
+    flags for the start of its first launch. Before the first checkpoint it is unchanged.
 
     Raises:
         UserError: the run saves no checkpoints.
@@ -142,7 +140,7 @@ def going_on(config: Config) -> Config:
         raise UserError(
             "the run cannot go on: it saves no checkpoints",
             why="it was started without --save",
-            fix="start it anew with --save {run}/checkpoints",
+            fix="start the run again with --save {run}/checkpoints",
         )
     if not has_checkpoints(Path(flags.save)):
         return config
@@ -158,12 +156,12 @@ def going_on(config: Config) -> Config:
 
 
 def resolve_reference(config: Config) -> LoadPlan:
-    """The reference model's weights: --ref-load (either kind), else --hf-checkpoint.
+    """Decide on the reference model's weights: --ref-load (either kind), else --hf-checkpoint.
 
     Raises:
         UserError: as `resolve_load`.
     """
-    if _without_a_past(config) is None:
+    if _initial_weights(config) is None:
         raise UserError(
             "no weights for the reference model", fix="pass --ref-load or --hf-checkpoint"
         )
@@ -171,12 +169,12 @@ def resolve_reference(config: Config) -> LoadPlan:
 
 
 def reference_adapter(config: Config) -> Path | None:
-    """Return the PEFT adapter at --ref-load: the reference model is --hf-checkpoint with it. None
-    for any other reference model.
+    """Return the PEFT adapter at --ref-load, with which --hf-checkpoint is the reference model.
+    None for any other reference model.
 
     Raises:
-        UserError: the run trains no adapters, compares with no reference model, or --ref-ckpt-step
-            is given.
+        UserError: the run trains no adapters or needs no reference model, or --ref-ckpt-step is
+            given.
     """
     given = _own_reference(config)
     if given is None or not is_adapter_dir(given):
@@ -185,13 +183,13 @@ def reference_adapter(config: Config) -> Path | None:
     if not config.lora.lora_rank:
         raise UserError(
             f"--ref-load {path} is an adapter, and this run trains a whole model",
-            why="only a policy with adapters (--lora-rank) can compute with another adapter",
-            fix="merge it (slime export --merge), and pass the merged model",
+            why="only a policy with adapters (--lora-rank) can use another adapter as reference",
+            fix="merge the adapter (slime export --merge), and pass the merged model",
         )
     if not config.algorithm.needs_reference:
         raise UserError(
             f"--ref-load {path} has no effect",
-            why="it is an adapter of the reference model, and no KL term compares with that",
+            why="it is an adapter of the reference model, which no KL term uses",
             fix="leave it out, or add --use-kl-loss; --lora-adapter-path starts from an adapter",
         )
     _refuse_step(path, config.checkpoint.ref_ckpt_step, "--ref-ckpt-step", "a PEFT adapter")
@@ -199,23 +197,23 @@ def reference_adapter(config: Config) -> Path | None:
 
 
 def resolve_critic(config: Config, plan: LoadPlan) -> LoadPlan:
-    """The weights that a critic without a past starts from: --critic-load, else the policy's.
+    """Decide on the initial weights of a new critic: --critic-load, else the policy's.
 
     Args:
-        plan: the policy's.
+        plan: the policy's plan.
     Raises:
         UserError: as `resolve_load`.
     """
     given = config.critic.critic_load
     if given is None:
-        if config.lora.lora_rank:  # the policy's checkpoint may hold its adapters alone
+        if config.lora.lora_rank:  # the policy's checkpoint may hold only its adapters
             return _reference_weights(config, "starts from")
         return _weights_only(plan.kind, plan.path, f"starts from {plan.path}", None)
     return _of_either_kind("--critic-load", Path(given), "--critic-load", None, "starts from")
 
 
 def resolve_teacher(config: Config, teacher: Teacher) -> LoadPlan:
-    """The weights of a teacher in the trainer, of either kind.
+    """Decide on the weights of a teacher in the trainer, of either kind.
 
     Raises:
         UserError: as `resolve_load`.
@@ -230,8 +228,8 @@ def resolve_teacher(config: Config, teacher: Teacher) -> LoadPlan:
 
 
 def is_hf_dir(path: Path) -> bool:
-    """Does the directory hold a Hugging Face model: a config.json with a model_type or
-    architectures?"""
+    """Whether the directory has a config.json of a Hugging Face model: with a model_type or
+    architectures."""
     try:
         data = json.loads(read_plain(path / "config.json"))
     except (OSError, ValueError, RecursionError):
@@ -240,7 +238,7 @@ def is_hf_dir(path: Path) -> bool:
 
 
 def _fresh(config: Config, reason: str) -> LoadPlan:
-    if _without_a_past(config) is None:
+    if _initial_weights(config) is None:
         raise UserError(
             "no weights to start from",
             why=reason,
@@ -251,9 +249,8 @@ def _fresh(config: Config, reason: str) -> LoadPlan:
     )
 
 
-def _without_a_past(config: Config) -> tuple[str, str] | None:
-    """The flag that names the weights of the reference model, which a fresh start begins with too,
-    and its value."""
+def _initial_weights(config: Config) -> tuple[str, str] | None:
+    """(flag, value) of the weights of the reference model, with which a fresh start begins too."""
     own = None if reference_adapter(config) else _own_reference(config)
     given = {"--ref-load": own, "--hf-checkpoint": config.checkpoint.hf_checkpoint}
     return next(((flag, path) for flag, path in given.items() if path), None)
@@ -266,8 +263,8 @@ def _own_reference(config: Config) -> str | None:
 
 
 def _reference_weights(config: Config, note: str, start: int | None = None) -> LoadPlan:
-    """Weights without a past, of either kind; ``note`` is followed by the path."""
-    named = _without_a_past(config)
+    """Return the plan of initial weights, of either kind; the path is appended to ``note``."""
+    named = _initial_weights(config)
     assert named is not None
     flag, root = named
     step = config.checkpoint.ref_ckpt_step
@@ -277,7 +274,7 @@ def _reference_weights(config: Config, note: str, start: int | None = None) -> L
 def _of_either_kind(
     flag: str, root: Path, step_flag: str, step: int | None, note: str, start: int | None = None
 ) -> LoadPlan:
-    """The weights in the directory that ``flag`` names, at the iteration of ``step_flag``."""
+    """Return the plan of weights in the directory of ``flag``, at iteration ``step``."""
     tracked = read_tracker(root)
     if tracked is not None or (step is not None and saved_iterations(root)):
         path, _ = _pick(root, tracked, step, step_flag)
@@ -291,13 +288,12 @@ def _of_either_kind(
 def _refuse_step(
     root: Path, step: int | None, flag: str, kind: str = "a Hugging Face directory"
 ) -> None:
-    """Refuse a flag that names a step of a directory with one state of the weights: another one may
-    be wanted."""
+    """Refuse a flag for an iteration if the directory has only one state of the weights."""
     if step is not None:
         raise UserError(
             f"{flag} {step} cannot be found: {root} is {kind}",
-            why="it holds no iterations of a Megatron checkpoint (iter_…)",
-            fix=f"leave {flag} out, or pass the --save directory of the run that is meant",
+            why="the directory has no iterations of a Megatron checkpoint (iter_…)",
+            fix=f"leave {flag} out, or pass the --save directory of a run",
         )
 
 
@@ -307,7 +303,7 @@ def _weights_only(
     return LoadPlan(kind, path, None, start or 0, False, False, False, note)
 
 
-def _newest_of_its_own(config: Config, root: Path, corrupt: Sequence[Damage]) -> LoadPlan:
+def _newest_own(config: Config, root: Path, corrupt: Sequence[Damage]) -> LoadPlan:
     """The plan of a run that resumes from its own checkpoints."""
     check_tracker(root)
     found, damaged = find_whole(root, corrupt)
@@ -315,9 +311,9 @@ def _newest_of_its_own(config: Config, root: Path, corrupt: Sequence[Damage]) ->
         raise UserError(
             f"no checkpoint in {root} is whole",
             why="; ".join(f"{iteration_name(damage.iteration)}: {damage.why}" for damage in damaged)
-            or f"{root / TRACKER} is there, and no iteration",
+            or f"{root / TRACKER} exists, but no iteration",
             fix=f"move {root} away to start over from the weights that config.json of the run "
-            "names (load, ref_load, hf_checkpoint); what the journal has is not generated again",
+            "names (load, ref_load, hf_checkpoint); samples in the journal are not generated again",
         )
     plan = _megatron(
         config, iteration_dir(root, found), None if found == RELEASE else int(found), True
@@ -351,18 +347,18 @@ def _megatron(config: Config, path: Path, iteration: int | None, resumable: bool
 def _pick(
     root: Path, tracked: int | str | None, step: int | None, flag: str
 ) -> tuple[Path, int | None]:
-    """The directory of the wanted iteration, checked to be complete; iteration None for converted
-    weights."""
+    """Return the directory of the requested iteration, checked to be complete, and the iteration
+    (None for converted weights)."""
     wanted = step if step is not None else tracked
     assert wanted is not None
     path = iteration_dir(root, wanted)
     if not path.is_dir():
-        there = saved_iterations(root)
+        saved = saved_iterations(root)
         asked = f"asked for by {flag}" if step is not None else f"named in {root / TRACKER}"
         raise UserError(
             f"{root} has no checkpoint of iteration {wanted}",
-            why=f"{asked}; the iterations there: {', '.join(map(str, there)) or 'none'}",
-            fix=f"pass {flag} with one of them" if there else "pass --load with another directory",
+            why=f"{asked}; the iterations there: {', '.join(map(str, saved)) or 'none'}",
+            fix=f"pass {flag} with one of them" if saved else "pass --load with another directory",
         )
     check_complete(path)
     return path, None if wanted == RELEASE else int(wanted)
@@ -373,19 +369,19 @@ def _same(left: Path, right: Path) -> bool:
 
 
 def _refuse_foreign_save(root: Path) -> None:
-    """A run that does not resume must not write among another run's checkpoints."""
-    there = saved_iterations(root)
-    if there:
+    """Refuse a --save directory with another run's checkpoints, if the run does not resume."""
+    saved = saved_iterations(root)
+    if saved:
         raise UserError(
             f"--save {root} already holds checkpoints of another run",
-            why=f"the iterations there: {', '.join(map(str, there[-8:]))}; this run would "
+            why=f"the iterations there: {', '.join(map(str, saved[-8:]))}; this run would "
             "overwrite or remove them",
             fix=f"pass --load {root} too, to resume it, or another --save",
         )
 
 
 def _looks_like_checkpoint(root: Path) -> bool:
-    """Anything that a user may take for a checkpoint; then a fresh start would be a silent loss."""
+    """Whether the directory has anything like a checkpoint, which a fresh start would ignore."""
     if not root.is_dir():
         return root.exists()
     suffixes = (".safetensors", ".distcp", ".bin", ".pt")
@@ -409,7 +405,7 @@ def _nothing_there(root: Path, flag: str) -> UserError:
         if damaged := _damage(root / "config.json"):
             what = f"{root / 'config.json'} is damaged"
             return UserError(
-                what, why=damaged, fix="download or copy it again; the file was cut short, perhaps"
+                what, why=damaged, fix="download or copy it again; the file may be truncated"
             )
         what = f"{flag} {root} holds no checkpoint"
         why = (
@@ -420,7 +416,7 @@ def _nothing_there(root: Path, flag: str) -> UserError:
 
 
 def _damage(file: Path) -> str:
-    """Why a file is not the JSON object that it should be; "" where it is, or is not there."""
+    """Describe why a file is no JSON object; "" if it is one, or does not exist."""
     if not file.is_file():
         return ""
     try:

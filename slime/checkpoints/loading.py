@@ -1,9 +1,9 @@
 """Load a Megatron checkpoint at any layout. All functions are collective.
 
-    load()   files as the manifest says ─► every weight is there, none is left over
-             ─► model ─► optimizer, schedule ─► reference model ─► random numbers ─► extra state
+    load()   check files by the manifest ─► check names of all weights
+             ─► model ─► optimizer, schedule ─► reference model ─► random states ─► extra state
 
-The same numbers come back, whatever layout saved them.
+Values do not depend on the layout that saved them.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from slime.processes.json_collectives import all_gather
 
 logger = logging.getLogger(__name__)
 
-#: Not the policy's weights: what else a checkpoint may hold, by the first part of its name.
+#: First parts of names of tensors that are not the policy's weights.
 _OTHER = ("optimizer", REFERENCE, CRITIC, "rng_state", "rerun_state_machine_state")
-#: Transformer Engine's scaling factors, which other layers do not have.
+#: Name part of Transformer Engine's scaling factors, which other layers do not have.
 _TE_STATE = "_extra_state"
 
 
@@ -51,11 +51,11 @@ class LoadReport:
     """The result of a load on this rank.
 
     Attributes:
-        directory: of the iteration.
-        num_loaded: parameters (Megatron tensors) of this rank, all of them loaded.
-        num_elements: numbers in them.
-        files: data files in the checkpoint.
-        num_ignored: tensors of Transformer Engine's own that are not used.
+        directory: directory of the iteration.
+        num_loaded: number of parameters (Megatron tensors) of this rank, all loaded.
+        num_elements: number of their elements.
+        files: number of data files in the checkpoint.
+        num_ignored: number of unused tensors of Transformer Engine.
         parts: what was loaded besides the weights.
         seconds: wall time.
     """
@@ -84,9 +84,8 @@ class LoadedCheckpoint:
     """The return value of `load`.
 
     Attributes:
-        extra_state: what was given to `save`; {} when there is none, or when only weights were
-            wanted.
-        report: what came from where.
+        extra_state: as given to `save`; {} if there is none, or if only weights were loaded.
+        report: summary of the load.
     """
 
     extra_state: dict[str, Any]
@@ -100,14 +99,12 @@ def load(
 
     Args:
         plan: of kind "megatron".
-        state: as for `save`; saved at any parallel layout. ``reference`` is read if it is given.
-            A critic's is loaded by a call of its own, which leaves random numbers and extra state
-            to the policy's.
-        seed: --seed. A run that goes on without the saved random states is seeded by it and the
-            iteration.
-        is_compared: the files' contents were compared with the manifest (`agreed_plan`).
+        state: as for `save`; the saved parallel layout may differ. ``reference`` is read if it is
+            given. A critic is loaded by a call of its own, without random states and extra state.
+        seed: --seed. If the saved random states are not loaded, it and the iteration seed the run.
+        is_compared: the files' contents were already compared with the manifest (`agreed_plan`).
     Raises:
-        UserError: a file is corrupt, a tensor is missing, left over or does not fit.
+        UserError: a file is corrupt, or a tensor is missing, surplus or of a wrong shape.
     """
     assert plan.kind == "megatron", plan
     started = time.perf_counter()
@@ -122,7 +119,7 @@ def load(
         raise UserError(
             f"{plan.path} has no optimizer state",
             why="it was saved with --no-save-optim, or by a converter",
-            fix="pass --no-load-optim to go on with a fresh optimizer",
+            fix="pass --no-load-optim to continue with a fresh optimizer",
         )
     if state.adapters is not None and state.part == "adapters":
         _check_adapters(adapter_facts(state.adapters), common.get(ADAPTERS, {}), plan.path)
@@ -157,22 +154,22 @@ def load(
 
 
 def holds_adapters(plan: LoadPlan) -> bool:
-    """Tell whether a plan leads to a checkpoint of adapters alone."""
+    """Tell whether the plan's checkpoint holds only adapters."""
     return plan.kind == "megatron" and ADAPTERS in read_common(plan.path)
 
 
 def critic_in(plan: LoadPlan) -> LoadPlan | None:
-    """The plan that leads to the critic of a checkpoint; None if there is none in it."""
+    """Return the plan for the critic in a checkpoint; None if there is no critic."""
     if plan.kind != "megatron":
         return None
     own = plan.path / CRITIC
-    if own.is_dir():  # of ranks of its own
+    if own.is_dir():  # written by a critic on its own ranks
         return replace(plan, path=own)
     names = read_contents(plan.path).state_dict_metadata
     return plan if any(name.startswith(f"{CRITIC}.") for name in names) else None
 
 
-#: The flag behind each fact of the adapters that training goes on with.
+#: Setting of adapters → its flags.
 _ADAPTER_FLAGS = {
     "rank": "--lora-rank",
     "alpha": "--lora-alpha",
@@ -183,11 +180,11 @@ _ADAPTER_FLAGS = {
 
 
 def _check_adapters(own: dict[str, Any], saved: dict[str, Any], directory: Path) -> None:
-    """Compare the adapters of the flags with those of a checkpoint. With another alpha the same
-    numbers would be another policy.
+    """Compare the flags' adapter settings with those of a checkpoint. With another alpha, for
+    example, the same tensors would be another policy.
 
     Raises:
-        UserError: they differ; names the flags.
+        UserError: settings differ; names the flags.
     """
     differing = [
         f"{flags} gave {saved.get(name)}, now {own[name]}"
@@ -198,22 +195,20 @@ def _check_adapters(own: dict[str, Any], saved: dict[str, Any], directory: Path)
         raise UserError(
             f"the adapters of {directory} are others than those of the flags",
             why="; ".join(differing),
-            fix="pass the --lora-* flags that they were saved with",
+            fix="pass the --lora-* flags of the run that saved them",
         )
 
 
 def read_extra_state(directory: Path) -> dict[str, Any]:
-    """The run's own state beside a checkpoint; {} for one that has none."""
+    """The run's own state in a checkpoint; {} if there is none."""
     path = directory / EXTRA_STATE
-    # samples in it are plain objects, so this unpickles; the directory is the run's own
+    # unpickles arbitrary objects, as it contains samples; the run's own directory is trusted
     return torch.load(path, map_location="cpu", weights_only=False) if path.is_file() else {}
 
 
 def saved_reference(plan: LoadPlan) -> int | None:
-    """The rollout after which the reference model in the checkpoint was taken; None: it has none,
-    --ref-load does.
-
-    A run that only takes the weights (--finetune) starts with its own reference.
+    """The rollout after which the reference model in the checkpoint was copied; None: the
+    checkpoint has no reference model, or only its weights are loaded (--finetune).
     """
     if plan.kind != "megatron" or plan.iteration is None:
         return None
@@ -224,8 +219,8 @@ def saved_reference(plan: LoadPlan) -> int | None:
 
 
 def _read_model(plan: LoadPlan, state: TrainerState) -> None:
-    """Read the model. Layers of Transformer Engine also have an extra state (the history of scaling
-    factors with FP8), which a checkpoint of other layers lacks; they then start with a new one."""
+    """Read the model. Layers of Transformer Engine also have an extra state (history of FP8 scaling
+    factors), which is new if the checkpoint was saved by other layers."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     saved = read_contents(plan.path).state_dict_metadata
@@ -241,13 +236,13 @@ def _read_model(plan: LoadPlan, state: TrainerState) -> None:
     for key, chunk in state.chunks().items():
         result = chunk.load_state_dict(loaded[key], strict=False)
         missing = [name for name in result.missing_keys if belongs(name, state.part)]
-        odd = [name for name in (*missing, *result.unexpected_keys) if not name.endswith(_TE_STATE)]
-        assert not odd, odd  # `_account_for` has compared the names
+        bad = [name for name in (*missing, *result.unexpected_keys) if not name.endswith(_TE_STATE)]
+        assert not bad, bad  # `_account_for` has compared the names
 
 
 def _read_optimizer(plan: LoadPlan, state: TrainerState, saved: StateDict) -> float:
     """Read the optimizer, after the model: master weights may share memory with float32 parameters,
-    and are the more precise ones."""
+    and are more precise."""
     ensure_state(state.optimizer)
     tensors = optimizer_tensors(state.optimizer, state.model())
     contents = read_contents(plan.path)
@@ -267,13 +262,13 @@ def _read_optimizer(plan: LoadPlan, state: TrainerState, saved: StateDict) -> fl
 
 
 def _account_for(state: TrainerState, contents: Any, directory: Path) -> LoadReport:
-    """Compare what all ranks want of a model's weights with what is there. Collective.
+    """Compare the weights that all ranks need with those of the checkpoint. Collective.
 
     Args:
-        state: this rank's.
+        state: this rank's state.
         contents: torch's table of contents of the checkpoint.
     Raises:
-        UserError: names tensors that are missing, and tensors that no parameter takes.
+        UserError: names missing tensors, and tensors without a parameter.
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -292,7 +287,7 @@ def _account_for(state: TrainerState, contents: Any, directory: Path) -> LoadRep
             why="; ".join(
                 _named(missing, "missing") + _named(left_over, "that no parameter takes")
             ),
-            fix="it has adapters alone: pass the --lora-* flags that they were trained with"
+            fix="it holds only adapters: pass the --lora-* flags of the run that trained them"
             if needed and left_over and all(map(is_adapter_parameter, left_over))
             else "it must be a checkpoint of the same model; pass --load with another directory, "
             "or the flags that the model was saved with",
@@ -303,7 +298,7 @@ def _account_for(state: TrainerState, contents: Any, directory: Path) -> LoadRep
 
 
 def _is_of(name: str, state: TrainerState) -> bool:
-    """Tell whether a tensor of a checkpoint is a weight of the model that ``state`` is about."""
+    """Tell whether a tensor of a checkpoint is a weight of the model of ``state``."""
     if state.prefix:
         return name.startswith(state.prefix)
     is_weight = name.split(".")[0].split("/")[0] not in _OTHER
@@ -311,13 +306,13 @@ def _is_of(name: str, state: TrainerState) -> bool:
 
 
 def _account_for_optimizer(entries: list[Any], contents: Any, directory: Path) -> None:
-    """Check that the checkpoint has a state for everything that is trained. Collective.
+    """Check that the checkpoint has optimizer states for all trained parameters. Collective.
 
     Args:
         entries: this rank's sharded tensors of the optimizer.
         contents: torch's table of contents of the checkpoint.
     Raises:
-        UserError: names states that are missing on any rank, on every rank.
+        UserError: names the states that any rank misses; raised on every rank.
     """
     own = {entry.key for entry in entries} - contents.state_dict_metadata.keys()
     names = sorted(set().union(*all_gather(sorted(own))))
@@ -326,8 +321,8 @@ def _account_for_optimizer(entries: list[Any], contents: Any, directory: Path) -
             f"{directory} has no optimizer states for {len(names)} tensors that are trained now",
             why=f"{', '.join(names[:4])}{' …' if len(names) > 4 else ''}: they were frozen when it "
             "was saved, or --optimizer was another one",
-            fix="pass the flags that it was saved with (--optimizer, --freeze-params-name-list,"
-            " --only-train-params-name-list), or --no-load-optim to go on with a fresh optimizer",
+            fix="pass the flags that it was saved with (--optimizer, --freeze-params-name-list, "
+            "--only-train-params-name-list), or --no-load-optim for a fresh optimizer",
         )
 
 

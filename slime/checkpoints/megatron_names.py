@@ -1,8 +1,8 @@
 """Names of a rank's Megatron parameters with global layer and expert numbers.
 
-Under pipeline parallelism (virtual stages included) a chunk calls its first layer
-``decoder.layers.0``; under expert parallelism a rank calls its first expert 0, and all its experts
-are one parameter. The conversion tables speak of global numbers, and of each expert.
+With pipeline parallelism (also with virtual stages) the first layer of each chunk is
+``decoder.layers.0``. With expert parallelism the first expert of each rank is expert 0, and its
+experts are one parameter. Conversion tables have global numbers, and a parameter per expert.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _EXPERT = re.compile(
 _STACKED = re.compile(r"\.experts\.linear_fc[12]\.(weight|bias|adapter\.\w+)$")
 
 ModelPart = Literal["everything", "base", "adapters", "trunk"]
-"""Which parameters of a model are meant: with adapters, those of the base or those of the
-adapters. Without adapters, everything is the base. The trunk is all but the output layer."""
+"""A subset of a model's parameters: those of the base, or those of adapters. Without adapters,
+everything is the base. The trunk is everything but the output layer."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """This rank's place in the parallel layout, and the groups that weights are gathered over.
+    """This rank's place in the parallel layout, and the groups that gather weights.
 
-    A group is None when it has one member (or ``torch.distributed`` is not in use).
+    A group is None if it has one member, or if ``torch.distributed`` is not used.
     """
 
     tp_rank: int = 0
@@ -51,7 +51,7 @@ class Placement:
 
     @staticmethod
     def current() -> Placement:
-        """Return the placement in Megatron's parallel state; that of one rank alone when it is not
+        """Return the placement in Megatron's parallel state, or that of a single rank if it is not
         initialised."""
         if not torch.distributed.is_initialized():
             return Placement()
@@ -84,7 +84,7 @@ def belongs(name: str, part: ModelPart) -> bool:
 
 def unwrapped(model_chunks: Sequence[nn.Module]) -> list[nn.Module]:
     """The GPT models inside Megatron's wrappers (DistributedDataParallel, Float16Module)."""
-    # then nothing can be wrapped by it; on a CPU its import needs preparation
+    # without Megatron nothing can be wrapped; its import on a CPU needs preparation
     if "megatron.core" not in sys.modules:
         return list(model_chunks)
     from megatron.core.utils import unwrap_model
@@ -93,8 +93,8 @@ def unwrapped(model_chunks: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def stored_tensors(model_chunks: Sequence[nn.Module]) -> list[torch.Tensor]:
-    """The tensors of this rank's chunks that a checkpoint holds: parameters, and persistent buffers
-    (a router's expert bias)."""
+    """The tensors of this rank's chunks that checkpoints hold: parameters and persistent buffers (a
+    router's expert bias)."""
     found: list[torch.Tensor] = []
     for chunk in model_chunks:
         found += chunk.parameters()
@@ -114,16 +114,15 @@ def global_parameters(
     in_runs: bool = False,
     part: ModelPart = "everything",
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(global name, local tensor) of every parameter of this rank, and of its persistent buffers.
+    """Yield (global name, local tensor) of each parameter and persistent buffer of this rank.
 
-    Stacked experts come one by one, as views: ``…mlp.experts.linear_fc1.weight{expert}``, and so do
-    their biases.
+    Stacked experts, and their biases, are yielded one by one as views:
+    ``…mlp.experts.linear_fc1.weight{expert}``.
 
     Args:
-        in_runs: stacked experts come many at a time, ``…linear_fc1.weight{first}-{last}`` [experts,
-            out, in]; for tables whose checkpoints hold experts one by one, none of which has
-            biases.
-        part: of the model.
+        in_runs: yield stacked experts in runs, ``…linear_fc1.weight{first}-{last}`` [experts, out,
+            in]; only for families whose checkpoints hold single experts without biases.
+        part: the part of the model.
 
     Example (second of two pipeline stages of a four-layer model):
         >>> next(global_parameters([stage]))[0]
@@ -139,7 +138,7 @@ def global_parameters(
             if not belongs(name, part):
                 continue
             found = _STACKED.search(name)
-            # a side of adapters that all experts of a layer share is a matrix
+            # a side of an adapter that all experts of a layer share is a matrix, not a stack
             is_stacked = found and (tensor.dim() == 3 or found[1] == "bias")
             if is_stacked and in_runs:
                 weights = tensor.detach()
@@ -162,10 +161,10 @@ def global_name(chunk: nn.Module, name: str) -> str:
 
 
 def _unstacked(weights: torch.Tensor) -> Iterator[nn.Parameter]:
-    """[experts, out, in] → each expert's [out, in], on the same memory: what is copied into it is
-    in the model.
+    """[experts, out, in] → each expert's [out, in], sharing memory, so that a copy into it changes
+    the model.
 
-    ``stacked_in`` tells the parameter that it is a view of, and its place there.
+    The attribute ``stacked_in`` of each is (stacked tensor, index in it).
     """
     for place, weight in enumerate(weights.detach()):
         expert = nn.Parameter(weight, requires_grad=False)
@@ -174,8 +173,8 @@ def _unstacked(weights: torch.Tensor) -> Iterator[nn.Parameter]:
 
 
 def _layer_numbers(chunk: nn.Module) -> dict[int, int]:
-    """Local layer id → global layer id, both from 0; the layers know their global number, from
-    1."""
+    """Local layer number → global layer number, both from 0. Megatron's ``layer_number`` is global
+    and counts from 1."""
     layers = chunk.get_submodule("decoder.layers")
     return {
         int(local): int(layer.layer_number) - 1  # type: ignore[arg-type]

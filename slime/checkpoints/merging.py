@@ -1,8 +1,8 @@
 """Merge an adapter into its base: W + alpha / rank · B·A.
 
-The sum is computed in float32 from the untouched base and rounded once, as `merge_and_unload` of
-PEFT does with a base in float32. The reverse does not exist: a merged model cannot be unmerged
-exactly, so runs train and push adapters alone.
+The sum is computed in float32 from the original base and rounded once, as PEFT's `merge_and_unload`
+does with a float32 base. A merged model cannot be unmerged exactly, so runs never merge: they train
+and push only adapters.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ if TYPE_CHECKING:
 def merge_adapter(
     base: str | Path, adapter: PeftAdapter, directory: str | Path, *, model_name: str | None = None
 ) -> Path:
-    """Write the Hugging Face directory of a base with an adapter merged into it; memory holds one
-    tensor at a time beside a shard.
+    """Write a Hugging Face directory of the base with the adapter merged. Memory holds one tensor
+    and one shard at a time.
 
     Args:
-        base: Hugging Face directory of plain weights; config and tokenizer come from it, too.
-        directory: where the merged model goes; visible when it is complete.
+        base: Hugging Face directory of unquantised weights, also the source of config and
+            tokenizer.
+        directory: the merged model's directory, which appears only when complete.
     Raises:
-        UserError: the base is incomplete or quantised, or the adapter belongs to another model;
-            `HfWriter`'s.
+        UserError: the base is incomplete or quantised, the adapter belongs to another model, or as
+            `HfWriter`.
     """
     form = format_of(read_hf_config(base))
     if form:
         raise UserError(
             f"an adapter cannot be merged into {base}, which is quantised: {form}",
-            why="the sums would have to be rounded to that format again, to another model than the "
-            "one that was trained",
-            fix="pass --hf-checkpoint with plain weights: slime convert quantised-to-hf makes "
-            "those that the adapter was trained beside. The model that was quantised can be taken, "
-            "too; the merged one differs then by what the format rounds",
+            why="the sums would have to be rounded to that format again, which gives another model "
+            "than the trained one",
+            fix="pass --hf-checkpoint with unquantised weights: slime convert quantised-to-hf "
+            "makes those that the adapter was trained with. The original unquantised model works "
+            "too, but the merged model then differs by the quantisation error",
         )
     reader = HfReader(base)
     family = family_of(base, model_name)
@@ -58,8 +59,8 @@ def merge_adapter(
 
 
 def trained_beside(adapter: PeftAdapter, base: Path) -> str:
-    """Say that an adapter was trained beside quantised weights; "" if it was not, or if ``base`` is
-    their directory."""
+    """Describe the quantised weights that an adapter was trained with; "" if there are none, or if
+    ``base`` is their directory."""
     named = Path(adapter.base)
     if not (named / "config.json").is_file() or named.resolve() == base.resolve():
         return ""
@@ -94,7 +95,7 @@ def with_adapter(weight: torch.Tensor, module: str, adapter: PeftAdapter) -> tor
     """Return a module's weight [out, in] with its adapter, in the dtype of the weight.
 
     Raises:
-        UserError: the factors do not fit it.
+        UserError: the adapter's shapes do not fit the weight.
     """
     down, up = _factors(module, adapter)
     if (up.shape[0], down.shape[1]) != tuple(weight.shape):
@@ -109,8 +110,8 @@ def with_adapter(weight: torch.Tensor, module: str, adapter: PeftAdapter) -> tor
 
 
 def _factors(module: str, adapter: PeftAdapter) -> tuple[torch.Tensor, torch.Tensor]:
-    """A and B so that B·A has the shape of the weight; those of an embedding [vocabulary, hidden]
-    are the other way round."""
+    """Return A and B such that B·A has the shape of the weight; both are transposed and swapped for
+    an embedding [vocabulary, hidden]."""
     down = adapter[peft_name(module, "A")][:]
     up = adapter[peft_name(module, "B")][:]
     return (up.T, down.T) if is_embedding(module) else (down, up)

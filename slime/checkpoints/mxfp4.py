@@ -1,6 +1,6 @@
-"""MXFP4, the form in which gpt-oss is published: stacks of experts in 4-bit floats.
+"""MXFP4, the format of published gpt-oss models: stacks of experts in 4-bit floats.
 
-    …experts.down_proj           [experts, in, out]                 as the model has it
+    …experts.down_proj           [experts, in, out]                 in the model
     …experts.down_proj_blocks    uint8 [experts, out, in / 32, 16]  two numbers (e2m1) in a byte
     …experts.down_proj_scales    uint8 [experts, out, in / 32]      exponent of a block, plus 127
 
@@ -24,15 +24,15 @@ SCALES = "_scales"
 BLOCK = 32
 _BIAS = 127
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-#: Between two neighbours of these; a number in the middle goes to the even one.
+#: Midpoints between neighbouring magnitudes; ties are rounded to the even code.
 _MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _SIGN = 8
 
 
 def decode(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the numbers of blocks, side by side: uint8 [..., n, 16] and [..., n] → [..., 32 n].
+    """Decode blocks and concatenate them: uint8 [..., n, 16] and [..., n] → [..., 32 n].
 
-    bfloat16 and float32 hold each of them exactly.
+    bfloat16 and float32 represent all values exactly.
     """
     import torch
 
@@ -44,14 +44,14 @@ def decode(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> to
 
 
 def encode(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the (blocks, scales) nearest to a weight [..., columns]; numbers that `decode` gave
-    come back unchanged.
+    """Return the (blocks, scales) nearest to a weight [..., columns]. Values from `decode` are
+    reproduced exactly.
 
-    The scale of a block is the smallest power of two with which its largest number is at most 6, so
-    that none is cut.
+    The scale of a block is the smallest power of two with which its largest value is at most 6, so
+    nothing is clipped.
 
     Raises:
-        ValueError: the columns are no multiple of 32.
+        ValueError: the number of columns is not a multiple of 32.
     """
     import torch
 
@@ -73,11 +73,11 @@ def encode(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Mxfp4Tensor:
-    """A stack [experts, in, out] that is stored in MXFP4; indexing reads and decodes what is asked
-    for (`[e:f]`, `[e:f, :, a:b]`, `[e:f, a:b]`, …), in bfloat16.
+    """A stack [experts, in, out] stored in MXFP4. Indexing (`[e:f]`, `[e:f, :, a:b]`, …) reads and
+    decodes only the slice, in bfloat16.
 
     Args:
-        blocks, scales: as they are stored.
+        blocks, scales: the stored tensors.
     """
 
     def __init__(self, blocks: TensorSource, scales: TensorSource) -> None:
@@ -105,7 +105,7 @@ class Mxfp4Tensor:
 
 
 def base_names(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return the stacks that names of stored tensors speak of: name → (blocks, scales)."""
-    there = set(names)
+    """Find MXFP4 stacks among names of stored tensors: name → (blocks, scales)."""
+    stored = set(names)
     stems = [name.removesuffix(BLOCKS) for name in names if name.endswith(BLOCKS)]
-    return {stem: (stem + BLOCKS, stem + SCALES) for stem in stems if stem + SCALES in there}
+    return {stem: (stem + BLOCKS, stem + SCALES) for stem in stems if stem + SCALES in stored}

@@ -1,18 +1,17 @@
-"""The optimizer in a checkpoint: every number at its place in the whole parameter, whatever layout
-trained it.
+"""The optimizer in a checkpoint: states are stored at their places in full parameters, independent
+of the layout.
 
 Megatron's distributed optimizer gives each data-parallel rank a flat run of every parameter, with
-its master weights and moments. A flat run of a matrix is at most three boxes of it, and boxes are
-what a sharded checkpoint is made of:
+its master weights and moments. A flat run of a matrix consists of at most three boxes, and a
+sharded checkpoint stores boxes:
 
     parameter of shape (3, 4), this rank has [2, 9)     . . ■ ■     (0, 2) size (1, 2)
                                                         ■ ■ ■ ■     (1, 0) size (1, 4)
                                                         ■ . . .     (2, 0) size (1, 1)
 
-So every rank writes its own numbers where they lie and reads its own numbers where they belong:
-nothing is gathered, nothing is copied, and any other layout finds its boxes among them. The names
-are megatron-core's ("fully reshardable": ``optimizer.state.exp_avg.decoder.…``), whose own writer
-gathers the whole optimizer on every rank's host instead.
+Every rank writes and reads its own boxes, without gathering or copying, and a run with another
+layout finds its boxes in the checkpoint. The names are those of megatron-core ("fully reshardable":
+``optimizer.state.exp_avg.decoder.…``), whose own writer gathers the whole optimizer on every host.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class TensorSlice:
 
 
 def boxes(shape: Sequence[int], start: int, end: int) -> list[TensorSlice]:
-    """The flat run [start, end) of a row-major tensor as boxes, in the order of its elements; 2 n -
-    1 at most.
+    """Divide the flat run [start, end) of a row-major tensor with n axes into at most 2 n - 1
+    boxes, in the order of its elements.
 
     Example:
         >>> [(box.offset, box.size) for box in boxes((3, 4), 2, 9)]
@@ -76,18 +75,18 @@ def boxes(shape: Sequence[int], start: int, end: int) -> list[TensorSlice]:
     return found
 
 
-# -- what a rank holds -----------------------------------------------------------------------------
+# -- the state of a rank ---------------------------------------------------------------------------
 
 
 @dataclass
 class FlatRun:
-    """The optimizer's numbers for one run of one parameter.
+    """The optimizer's states for one run of a parameter's elements.
 
     Attributes:
-        parameter: the model's.
+        parameter: the model's parameter.
         start, end: the run of its elements.
         tensors: flat, end - start elements each: ``param`` (master weights), ``exp_avg``, …
-        is_shard: other data-parallel ranks hold other runs; otherwise all hold the same.
+        is_shard: other data-parallel ranks hold other runs; otherwise all hold the same one.
     """
 
     parameter: nn.Parameter
@@ -98,8 +97,8 @@ class FlatRun:
 
 
 def parts(optimizer: Any) -> Iterator[Any]:
-    """Megatron's optimizers inside a chained one (dense and expert parameters), or the one itself;
-    none without parameters."""
+    """Megatron's optimizers inside a chained one (dense and expert parameters), or the optimizer
+    itself; those without parameters are left out."""
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
     chained = (
@@ -109,8 +108,8 @@ def parts(optimizer: Any) -> Iterator[Any]:
 
 
 def held_state(part: Any) -> Iterator[FlatRun]:
-    """Yield this rank's states of one of `parts`. The tensors are those the optimizer computes
-    with, not copies (but see `OptimizerTensors.copies`)."""
+    """Yield this rank's states of one of `parts`. The tensors are the optimizer's own, not copies
+    (except for `OptimizerTensors.copies`)."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     if isinstance(part, DistributedOptimizer):
@@ -134,8 +133,8 @@ def held_state(part: Any) -> Iterator[FlatRun]:
 
 
 def _masters(part: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """(parameter, its float32 master) of an optimizer of half-precision parameters that is not
-    distributed."""
+    """Yield (parameter, its float32 master weights) of a non-distributed optimizer of
+    half-precision parameters."""
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
     if isinstance(part, Float16OptimizerWithFloat16Params):
@@ -155,8 +154,8 @@ def _flat(tensors: dict[str, Any], numel: int) -> dict[str, Tensor]:
 
 
 def ensure_state(optimizer: Any) -> None:
-    """Give the optimizer the state that its first step would give it, so that it can be saved, and
-    loaded into, before that step. States in host memory are there from the start."""
+    """Create the states that the optimizer's first step would create, so that they can be saved and
+    loaded before it. States in host memory exist from the start."""
     for part in parts(optimizer):
         inner = part.optimizer
         for group in inner.param_groups:
@@ -202,11 +201,11 @@ def sharded_optimizer_state(optimizer: Any, model_state: StateDict) -> StateDict
 
 @dataclass
 class OptimizerTensors:
-    """The optimizer's numbers on this rank, as a checkpoint sees them.
+    """The optimizer's states on this rank as sharded tensors.
 
     Attributes:
-        sharded: megatron-core's ShardedTensors over the optimizer's memory, box by box.
-        copies: (part, held) of optimizers that hand out copies of what they compute with.
+        sharded: megatron-core's ShardedTensors over the optimizer's memory, one per box.
+        copies: (part, held) of optimizers that return copies of their states.
         without_master: set by `known_to`: the checkpoint's own weights are the master weights.
     """
 
@@ -217,8 +216,8 @@ class OptimizerTensors:
     def known_to(self, contents: Any) -> list[Any]:
         """Choose the tensors to read from a checkpoint by its table of contents.
 
-        A float32 run without distributed optimizer saves no master weights, as its parameters are
-        those; other programs call those of a half-precision run ``fp32_param``.
+        A float32 run without distributed optimizer saves no separate master weights. Other programs
+        name the master weights of half-precision runs ``fp32_param``.
         """
         wanted = []
         for sharded in self.sharded:
@@ -235,7 +234,7 @@ class OptimizerTensors:
         return wanted
 
     def put_back(self) -> None:
-        """After reading into ``sharded``: give the copies back to their optimizers."""
+        """After reading into ``sharded``: write the copies back to their optimizers."""
         for part, held in self.copies:
             part._set_main_param_and_optimizer_states(held.parameter, held.tensors)
 
@@ -249,17 +248,17 @@ def optimizer_tensors(optimizer: Any, model_state: StateDict) -> OptimizerTensor
             for name, flat in held.tensors.items():
                 for place in places[id(held.parameter)]:
                     found.sharded += _sharded(name, flat, held, place, _instance(part))
-            if part.config.use_precision_aware_optimizer:  # it keeps scaled or narrower numbers
+            if part.config.use_precision_aware_optimizer:  # it stores scaled or narrower values
                 found.copies.append((part, held))
     return found
 
 
 def restore(optimizer: Any, saved: StateDict, settings_of_checkpoint: bool = False) -> float:
-    """The rest of the optimizer once its tensors are read: step counts, learning rates, the loss
+    """Restore the rest of the optimizer after its tensors: step counts, learning rates, the loss
     scaler.
 
-    Settings such as betas and weight decay stay those of the flags, so that flags changed for a
-    resume take effect.
+    Settings such as betas and weight decay stay as in the flags, so that changed flags take effect
+    on resume.
 
     Args:
         saved: the ``optimizer`` entry of the checkpoint's common part; megatron-core's own nesting
@@ -304,8 +303,8 @@ class _BlockPlace:
 
 
 def _places(model_state: StateDict) -> dict[int, list[_BlockPlace]]:
-    """Parameter (by id) → its blocks; gated layers keep gate and up projection apart in the
-    checkpoint."""
+    """Parameter (by id) → its blocks. Gate and up projection of gated layers are separate tensors
+    in the checkpoint."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
@@ -327,7 +326,7 @@ def _places(model_state: StateDict) -> dict[int, list[_BlockPlace]]:
 
 
 def _box_within(piece: Tensor, whole: Tensor) -> TensorSlice:
-    """The place of a view in the tensor that it is a block of."""
+    """Return the box of a view within its tensor."""
     assert piece.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr(), (
         "a sharded copy, not a view"
     )
@@ -368,7 +367,7 @@ def _sharded(
             dtype=data.dtype,
             local_shape=tuple(data.shape),
             global_offset=tuple(map(sum, zip(sharded.global_offset, distance, strict=True))),
-            axis_fragmentations=None,  # boxes are no regular grid
+            axis_fragmentations=None,  # boxes do not form a regular grid
             prepend_axis_num=0,
             replica_id=(*sharded.replica_id[:-1], instance)
             if held.is_shard
@@ -387,8 +386,7 @@ def _overlap(one: TensorSlice, other: TensorSlice) -> TensorSlice | None:
 
 
 def _instance(part: Any) -> int:
-    """The number of this copy of a distributed optimizer, if several groups of replicas have one
-    each."""
+    """The instance number of a distributed optimizer, if there are several instances."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     return part.distributed_optimizer_instance_id if isinstance(part, DistributedOptimizer) else 0
@@ -396,7 +394,7 @@ def _instance(part: Any) -> int:
 
 # -- settings --------------------------------------------------------------------------------------
 
-#: Entries of torch's parameter groups that say how this process computes, never what.
+#: Entries of torch's parameter groups that affect only the implementation in this process.
 _OF_THIS_PROCESS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 _IDENTITY = ("wd_mult", "lr_mult", "is_decoupled_lr", "is_expert_parallel")
 
@@ -420,22 +418,22 @@ def _plain(value: Any) -> Any:
 
 
 def _with_tuples(group: dict[str, Any]) -> dict[str, Any]:
-    """Turn lists into tuples, as torch writes pairs of numbers (betas): messages between ranks have
-    lists."""
+    """Turn lists, which come from JSON messages between ranks, into the tuples that torch uses
+    (betas)."""
     return {
         name: tuple(value) if isinstance(value, list) else value for name, value in group.items()
     }
 
 
 def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
-    """The settings that tell parameter groups apart at every layout; some writers prefix the names
+    """The settings that identify a parameter group at every layout. Some writers prefix their names
     with ``pre_``."""
     return tuple(group.get(name, group.get(f"pre_{name}")) for name in _IDENTITY)
 
 
 def _matching(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The saved group of the same kind: the same multipliers, and experts or not if both kinds were
-    saved."""
+    """Return the saved group with the same multipliers, preferably also of the same kind (experts
+    or not)."""
     identity = _identity(group)
     for length in (len(identity), len(identity) - 1):
         for candidate in saved:

@@ -1,17 +1,17 @@
-"""PEFT adapter directories: `adapter_config.json` beside `adapter_model.safetensors`.
+"""PEFT adapter directories: `adapter_config.json` and `adapter_model.safetensors`.
 
     adapter = read_adapter("outputs/sums/adapter")
     adapter.rank, adapter.alpha                         one rank and one alpha for all modules
     adapter[peft_name("model.layers.0.mlp.up_proj", "A")][0:4]             reads these rows only
-    fitted(adapter, adapters, family, spec)             the tensors that the trainer's table wants
+    fitted(adapter, adapters, family, spec)             the tensors of the trainer's table
     write_adapter("outputs/sums/adapter", tensors, adapters, spec, base="Qwen/Qwen3-4B")
 
-Names are those of a module per projection and expert, `…mlp.experts.7.gate_proj.lora_A.weight`,
-whichever of PEFT's two layouts the file has:
+Readers always get names of single experts, `…mlp.experts.7.gate_proj.lora_A.weight`, from both of
+PEFT's layouts:
 
     per-expert   the names above, matrices [rank, in] and [out, rank]. SGLang and vLLM load these,
-                 and PEFT converts them as it loads
-    peft-3d      the experts of a layer together, as PEFT itself saves them: A [experts·rank, in] is
+                 and PEFT converts them while loading
+    peft-3d      one tensor for all experts of a layer, as PEFT saves them: A [experts·rank, in] is
                  expert-major, B [out, rank·experts] is rank-major. Gate and up are one parameter of
                  twice the rank, whose B is block-diagonal
 
@@ -68,7 +68,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 ExpertLayout = Literal["per-expert", "peft-3d"]
 
-#: Release whose files these are. PEFT compares it with its own.
+#: PEFT release whose format is written. PEFT compares it with its own version.
 _PEFT_VERSION = "0.21.2"
 
 _KEY = re.compile(
@@ -94,10 +94,10 @@ class PeftAdapter:
     """A PEFT adapter whose tensors are read on demand, with one rank and one scaling.
 
     Attributes:
-        base: what the file calls its base model: a path or a name on the hub; "" if it is silent.
-        rank: of all modules. Those of lower rank are padded with zeros.
-        alpha: with which ``alpha / rank`` scales every module. rsLoRA and other scalings of single
-            modules are folded into this number, and into B where they differ.
+        base: the base model in the file: a path or a name on the hub; "" if there is none.
+        rank: rank of all modules; modules of lower rank are padded with zeros.
+        alpha: every module is scaled by ``alpha / rank``. rsLoRA and scalings of single modules are
+            folded into alpha, and into B where they differ.
         targets: leaf names of the adapted modules, sorted.
         tensors: name → lazy tensor. ``lora_A`` is [rank, in], ``lora_B`` [out, rank];
             ``lora_embedding_A`` is [rank, vocabulary], ``lora_embedding_B`` [hidden, rank].
@@ -150,7 +150,7 @@ def _side(name: str) -> Side:
 
 @dataclass(frozen=True)
 class _Computed:
-    """A tensor that is made from others when it is read."""
+    """A tensor that is computed from others when it is read."""
 
     shape: tuple[int, ...]
     make: Callable[[], torch.Tensor]
@@ -161,7 +161,7 @@ class _Computed:
 
 @dataclass(frozen=True)
 class _Factors:
-    """Both factors of one module."""
+    """A and B of one module."""
 
     down: TensorSource
     up: TensorSource
@@ -181,8 +181,8 @@ def read_adapter(directory: str | Path, family: ModelFamily | None = None) -> Pe
             adapter's tensors get the names of files. None leaves them as they are.
     Raises:
         UserError: files are missing or damaged; the adapter is not plain LoRA (DoRA, biases, saved
-            modules, an initialisation that moves the base); a tensor that has no partner, no place
-            or the wrong shape, by name.
+            modules, an initialisation that changes the base); or a tensor (named) has no partner,
+            is no part of an adapter, or has a wrong shape.
     """
     path = Path(directory)
     config = read_config(path)
@@ -229,7 +229,7 @@ def read_adapter(directory: str | Path, family: ModelFamily | None = None) -> Pe
 
 
 def check_adapter(directory: str | Path) -> None:
-    """Check what can be known of an adapter without reading its tensors.
+    """Check an adapter without reading its tensors.
 
     Raises:
         UserError: files are missing, or the adapter is not plain LoRA.
@@ -243,7 +243,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     """Read the adapter_config.json of a directory.
 
     Raises:
-        UserError: it is missing or damaged.
+        UserError: the file is missing or damaged.
     """
     path = Path(directory) / CONFIG
     try:
@@ -282,7 +282,7 @@ def _check_weights_file(path: Path) -> None:
 
 
 def _refuse_other_kinds(config: Mapping[str, Any], path: Path) -> None:
-    """Raise for what is more than W + s·B·A."""
+    """Refuse adapters that are more than W + s·B·A."""
     variants = sorted(
         name
         for name, value in config.items()
@@ -310,8 +310,7 @@ def _refuse_other_kinds(config: Mapping[str, Any], path: Path) -> None:
             raise UserError(
                 f"the adapter {path} is not plain LoRA",
                 why=what,
-                fix="merge it into its base with PEFT (merge_and_unload), and go on from the "
-                "merged model",
+                fix="merge it into its base with PEFT (merge_and_unload), and use the merged model",
             )
 
 
@@ -323,7 +322,7 @@ def _read_module(
     config: Mapping[str, Any],
     path: Path,
 ) -> dict[str, _Factors]:
-    """The factors that a file's module is, by our module names."""
+    """Return the factors of a module of the file, by slime's module names."""
     is_embedding = any(side.startswith("lora_embedding") for side in keys)
     sides = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A", "lora_B")
     missing = [side for side in sides if side not in keys]
@@ -359,7 +358,7 @@ def _read_module(
 
 
 def _scaling(config: Mapping[str, Any], module: str) -> tuple[int, float]:
-    """(rank, scaling) of a module; patterns match the end of its path."""
+    """Return (rank, scaling) of a module; patterns match the end of its path."""
 
     def of(patterns: Mapping[str, Any] | None, default: Any) -> Any:
         for pattern, value in (patterns or {}).items():
@@ -373,7 +372,7 @@ def _scaling(config: Mapping[str, Any], module: str) -> tuple[int, float]:
 
 
 def _check_is_target(module: str, config: Mapping[str, Any], path: Path) -> None:
-    """PEFT itself skips a tensor that no target names, and trains and serves without it."""
+    """Refuse a tensor that is no target, which PEFT would silently ignore."""
     targets = config.get("target_modules")
     if targets is None or targets == "all-linear":
         return
@@ -399,8 +398,8 @@ def _check_is_target(module: str, config: Mapping[str, Any], path: Path) -> None
 def _stacked_leaf(
     stacked: re.Match[str], all_modules: set[str], config: Mapping[str, Any], path: Path
 ) -> str:
-    """The parameter that stacked factors belong to. PEFT wraps the experts once for each: gate and
-    up inside, down outside. If only one of them is adapted, the config says which."""
+    """Return the parameter of stacked factors. PEFT wraps the experts once per parameter: gate and
+    up inside, down outside. If only one is adapted, the config names it."""
     if stacked["inner"]:
         return _GATE_UP
     if f"{stacked['experts']}.base_layer" in all_modules:
@@ -425,7 +424,7 @@ def _read_stacked(
     config: Mapping[str, Any],
     path: Path,
 ) -> dict[str, _Factors]:
-    """Take the factors of a layer's experts apart."""
+    """Split the stacked factors of a layer into those of its experts."""
     rows, width = factors.down.shape
     features, columns = factors.up.shape
     count, rest = divmod(rows, rank)
@@ -473,8 +472,8 @@ def _read_stacked(
 
 
 def _off_diagonal(up: torch.Tensor, rank: int, half: int) -> bool:
-    """Tell whether gate and up share directions: PEFT makes B [2·out, 2·rank, experts]
-    block-diagonal when it loads one adapter for each, but trains all of it."""
+    """Tell whether gate and up share directions. PEFT makes B [2·out, 2·rank, experts]
+    block-diagonal when it loads separate adapters, but trains all entries."""
     return bool(up[:half, rank:].any()) or bool(up[half:, :rank].any())
 
 
@@ -482,7 +481,7 @@ def _off_diagonal(up: torch.Tensor, rank: int, half: int) -> bool:
 
 
 def _is_void(factors: _Factors) -> bool:
-    """Tell whether a module is not adapted: `write_adapter` fills sets up with zeros."""
+    """Tell whether both factors are zero, as `write_adapter` adds such modules."""
     if not isinstance(factors.down, LazyTensor) or not isinstance(factors.up, LazyTensor):
         return False
     return not bool(factors.down[:1].any()) and not bool(
@@ -491,7 +490,7 @@ def _is_void(factors: _Factors) -> bool:
 
 
 def _folded(factors: _Factors, rank: int, scaling: float) -> tuple[TensorSource, TensorSource]:
-    """The factors with the rank and the scaling of the whole adapter."""
+    """Return the factors with the rank and the scaling of the whole adapter."""
     import torch
 
     missing = rank - factors.rank
@@ -513,7 +512,7 @@ def _folded(factors: _Factors, rank: int, scaling: float) -> tuple[TensorSource,
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """Layer 10 after layer 9."""
+    """Sort key that orders numbers by value: layer 10 after layer 9."""
     return [
         (part.isdigit(), int(part) if part.isdigit() else 0, part)
         for part in re.split(r"(\d+)", name)
@@ -531,16 +530,16 @@ def fitted(
     *,
     flag: str = "--lora-adapter-path",
 ) -> dict[str, TensorSource]:
-    """Return the tensors that the table of ``adapters`` wants, by its names.
+    """Return the tensors of the table of ``adapters``, by its names.
 
-    Experts get back the lower rank that a file pads, sides that experts share are taken from the
-    first one, and another alpha is folded into B.
+    The padding of experts with a lower rank is removed, sides that experts share are taken from the
+    first expert, and another alpha is folded into B.
 
     Args:
-        flag: that named the adapter, for messages.
+        flag: the flag that names the adapter, for messages.
     Raises:
-        UserError: the adapter has another rank, or adapts other layers; the experts' sides that are
-            to be one differ.
+        UserError: the adapter has another rank or adapts other layers, or experts differ in a side
+            that they must share.
     """
     ranks = {adapters.rank, max(one.rank for one in adapted_layers(family, spec, adapters))}
     wanted = dict(adapter_family(family, spec, adapters).hf_tensors(spec))
@@ -571,8 +570,8 @@ def _check_names(adapter: PeftAdapter, expected: set[str]) -> None:
         (
             expected - adapter.names(),
             "does not adapt all targets",
-            "pass --lora-target-modules with the modules of the adapter; those of an adapter of "
-            "another model never fit",
+            "pass --lora-target-modules with the modules of the adapter, or use an adapter of this "
+            "model",
         ),
     ):
         modules = sorted({module_of(name) for name in names}, key=_natural)
@@ -588,7 +587,8 @@ def _check_names(adapter: PeftAdapter, expected: set[str]) -> None:
 def _fit(
     adapter: PeftAdapter, names: list[str], shape: tuple[int, ...], ratio: float
 ) -> TensorSource:
-    """One tensor of the table from those of the file, which are alike if they are several."""
+    """Make one tensor of the table from those of the file, which must be equal if there are
+    several."""
     source = adapter[names[0]]
     is_up = _side(names[0]) == "B"
     axis = 1 if is_up else 0
@@ -626,7 +626,7 @@ def _fit(
 
 
 def _scaled(tensor: torch.Tensor, ratio: float) -> torch.Tensor:
-    """The tensor times a number, rounded once to its own dtype."""
+    """Multiply a tensor by a number, rounding once to its dtype."""
     return tensor if ratio == 1 else (tensor.double() * ratio).to(tensor.dtype)
 
 
@@ -643,22 +643,21 @@ def write_adapter(
     layout: ExpertLayout = "per-expert",
     card: str | None = None,
 ) -> Path:
-    """Write an adapter as PEFT does, into a directory that appears when it is complete.
+    """Write an adapter in PEFT's format, into a directory that appears only when complete.
 
-    A set of projections that engines fuse (q, k and v; gate and up) is filled up with zeros if only
-    a part of it is adapted: SGLang refuses q without v, and its server dies of a lone v.
+    If only some projections of a fused set (q, k and v; gate and up) are adapted, the others get
+    adapters of zeros: SGLang refuses q without v, and its server crashes on v alone.
 
     Args:
-        directory: what is there must be an earlier adapter or empty.
-        tensors: by the names of the adapters' table. They are moved to host memory.
-        base: the base model's directory, or its name on the hub, which is written also for a
-            directory that was downloaded from there.
-        layout: of routed experts. "per-expert" pads a lower rank of experts with zeros, since PEFT
-            and SGLang read one rank for all of them.
-        card: text of README.md; None writes none.
+        directory: must be empty, missing or an earlier adapter.
+        tensors: tensors by the names of the adapters' table. They are copied to host memory.
+        base: the base model's directory, or its name on the hub. For a downloaded directory the
+            name on the hub is written.
+        layout: layout of routed experts. "per-expert" pads a lower rank of experts with zeros, as
+            PEFT and SGLang read one rank for all modules.
+        card: text of README.md; None: no README.md.
     Raises:
-        UserError: ``directory`` holds something else, or it cannot be written; nothing half-written
-            is left.
+        UserError: ``directory`` has other contents, or cannot be written; no partial files remain.
     """
     target = Path(directory)
     _check_target(target)
@@ -678,12 +677,11 @@ def write_adapter(
 
 
 def write_plain(directory: str | Path, adapter: PeftAdapter, spec: ModelSpec | None = None) -> Path:
-    """Write an adapter that was read, per expert and with one rank and one scaling, so that
-    engines can load it.
+    """Write an adapter in the layout that engines load: per expert, with one rank and scaling.
 
     Args:
-        spec: of the base; None where it is not known here. Then sets that engines fuse are not
-            filled up, and every layer of a target's name must have an adapter.
+        spec: of the base; None if unknown. Then fused sets are not completed with zeros, and every
+            layer with a target's name must have an adapter.
 
     Raises:
         UserError: as `write_adapter`.
@@ -700,7 +698,7 @@ def write_plain(directory: str | Path, adapter: PeftAdapter, spec: ModelSpec | N
 def rewrite_adapter(
     directory: str | Path, source: str | Path, layout: ExpertLayout, spec: ModelSpec, *, base: str
 ) -> Path:
-    """Write an adapter of any form in one of the two layouts.
+    """Write an adapter, read from either layout, in one of the two layouts.
 
     Args:
         spec, base: as of `write_adapter`.
@@ -721,8 +719,8 @@ def rewrite_adapter(
 
 
 def is_loadable(adapter: PeftAdapter, spec: ModelSpec | None = None) -> bool:
-    """Tell whether engines can load an adapter as its files are: one rank and one scaling, a matrix
-    for each expert and projection, sets that they fuse complete. ``spec`` as for `write_plain`."""
+    """Tell whether engines can load an adapter's files directly: one rank and scaling, a matrix per
+    expert and projection, and complete fused sets. ``spec`` as for `write_plain`."""
     config = read_config(adapter.directory)
     has_leaves = isinstance(config.get("target_modules"), list) and not any(
         "." in str(one) or one == "all-linear" for one in config["target_modules"]
@@ -813,7 +811,7 @@ def _config(
 
 
 def _zeros(tensors: Mapping[str, TensorSource], spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """Factors of zeros for the modules that a fused set lacks."""
+    """Return factors of zeros for the missing modules of fused sets."""
     import torch
 
     shapes = dict(table_of(spec).hf_tensors(spec))
@@ -833,7 +831,7 @@ def _zeros(tensors: Mapping[str, TensorSource], spec: ModelSpec) -> dict[str, to
 
 @dataclass(frozen=True)
 class _Output:
-    """A tensor of the file; ``make`` gives its values when they are written."""
+    """A tensor of the file; ``make`` returns its values when they are written."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -841,12 +839,11 @@ class _Output:
 
 
 def _output_of(source: TensorSource, dtype: torch.dtype) -> _Output:
-    """A tensor as it is."""
     return _Output(tuple(source.shape), dtype, lambda: source[:])
 
 
 def _padded(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, _Output]:
-    """Every factor with the same rank, so that alpha / rank scales all of them."""
+    """Pad every factor to the same rank, so that alpha / rank scales all of them."""
     import torch
 
     outputs = {}
@@ -855,7 +852,7 @@ def _padded(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, _Output
         missing = rank - tensor.shape[1 if is_up else 0]
         padding = (0, missing) if is_up else (0, 0, 0, missing)
         shape = (tensor.shape[0], rank) if is_up else (rank, tensor.shape[1])
-        # a lower rank scales by alpha / that rank
+        # the lower rank was scaled by alpha / (rank - missing)
         ratio = rank / (rank - missing) if is_up else 1.0
 
         def make(
@@ -870,10 +867,10 @@ def _padded(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, _Output
 
 
 def _dense_beside_experts(modules: Iterable[str]) -> list[str]:
-    """Target parameters of the dense MLPs and shared experts of a model with experts.
+    """Target parameters for the dense MLPs and shared experts of a model with experts.
 
-    As PEFT loads such a model it takes every target called gate_proj, up_proj or down_proj to be
-    the experts' alone. It leaves alone what is named as a parameter.
+    For such a model, PEFT applies targets named gate_proj, up_proj or down_proj only to routed
+    experts, unless they are target parameters.
     """
     dense = set()
     has_experts = False
@@ -888,7 +885,7 @@ def _dense_beside_experts(modules: Iterable[str]) -> list[str]:
 def _stacked_config(
     modules: Iterable[str], expert_rank: int, alpha: float, rank: int
 ) -> dict[str, Any]:
-    """What the config of the layout peft-3d says of the experts' parameters."""
+    """Entries of the config about experts' parameters, for the layout peft-3d."""
     modules = list(modules)
     found = [_EXPERT.fullmatch(module) for module in modules]
     leafs = {one["leaf"] for one in found if one is not None}
@@ -913,12 +910,12 @@ def _stacked_config(
 
 
 def _number(value: float) -> float:
-    """An integer where it is one."""
+    """Return a whole number as int."""
     return int(value) if float(value).is_integer() else value
 
 
 def _stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Output]:
-    """The experts of each layer as PEFT lays out its parameters; the rest as it is."""
+    """Stack the experts of each layer in PEFT's layout; other tensors do not change."""
     outputs: dict[str, _Output] = {}
     experts: dict[str, dict[tuple[int, str], str]] = {}
     for name, tensor in tensors.items():
@@ -934,7 +931,7 @@ def _stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Output]:
         for outer, inner in ((".base_layer", ("gate_proj", "up_proj")), ("", (_DOWN,))):
             if not leafs & set(inner):
                 continue
-            # with one of both adapted there is one wrapper
+            # if only one of both is adapted there is only one wrapper
             place = outer if _DOWN in leafs else ""
             chosen = [[parts[expert, leaf] for leaf in inner] for expert in range(count)]
             first = [tensors[peft_name(one, side)] for one in chosen[0] for side in ("A", "B")]
@@ -952,14 +949,14 @@ def _stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Output]:
 
 
 def _stacked_down(tensors: Mapping[str, torch.Tensor], chosen: list[list[str]]) -> torch.Tensor:
-    """A of all experts, expert-major; of an expert gate's above up's."""
+    """A of all experts, expert-major; for each expert, gate before up."""
     import torch
 
     return torch.cat([tensors[peft_name(one, "A")] for modules in chosen for one in modules])
 
 
 def _stacked_up(tensors: Mapping[str, torch.Tensor], chosen: list[list[str]]) -> torch.Tensor:
-    """B of all experts, rank-major, the expert fastest; of an expert block-diagonal."""
+    """B of all experts, rank-major with experts innermost; block-diagonal for each expert."""
     import torch
 
     whole = [

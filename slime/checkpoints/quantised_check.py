@@ -1,5 +1,5 @@
-"""Verify a quantised Hugging Face directory: every shard, index entry and layer is there, and each
-Linear is either quantised or ignored, as its config.json says."""
+"""Verify a quantised Hugging Face directory: all shards, index entries and layers exist, and each
+Linear layer is either quantised or ignored, according to config.json."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 def verify_quantised(
     directory: Path, family: ModelFamily, spec: ModelSpec, quantisation: Quantisation
 ) -> str:
-    """Compare a directory with what its model, stored so, must have. Reads headers only.
+    """Compare a directory with the tensors of its model in this format. Reads only headers.
 
     Returns:
-        What was counted.
+        The text of `counted`.
     Raises:
-        UserError: shards missing or damaged, or by name: tensors that are missing, unknown or of
-            another shape; a Linear layer that is neither ignored nor quantised, or both; a rule
-            that makes an engine go wrong.
+        UserError: shards are missing or damaged, tensors are missing, unknown or of a wrong shape,
+            a Linear layer is neither ignored nor quantised, or both, or a rule would make engines
+            compute wrong numbers. Names are given.
     """
     reader = HfReader(directory, names_only=True)
     found = examine(matrices(family, spec), quantisation)
     present = {name: facts for table in tables_of(reader).values() for name, facts in table.items()}
-    # online quantisers are not at work here: what the files have plain was spared, whatever the
-    # list says
+    # no online quantiser is used: tensors stored unquantised are not quantised, despite the list
     wrong = replace(
         found, unspared=tuple(name for name in found.unspared if name not in present)
     ).problems()
@@ -58,13 +57,12 @@ def verify_quantised(
 
 
 def tables_of(reader: HfReader) -> dict[str, Table]:
-    """Weight file → what is in it."""
+    """Weight file → its table of tensors."""
     return {file: read_table(reader.directory / file) for file in reader.file_names}
 
 
 def counted(reader: HfReader, spec: ModelSpec) -> str:
-    """How many files and tensors there are, and how many tensors layers have; for people to
-    compare."""
+    """Describe the numbers of files, of tensors, and of tensors per layer."""
     per_layer = Counter(
         int(found.group(1)) for name in reader.names() if (found := _LAYER.search(name))
     )

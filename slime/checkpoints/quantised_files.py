@@ -1,13 +1,12 @@
-"""Hugging Face directories of plain and of quantised weights, one made from the other, shard by
-shard.
+"""Converts Hugging Face directories between unquantised and quantised weights, shard by shard.
 
     quantise_directory(plain, target, quantisation)     bfloat16 ─► INT4 or FP8
-    store_in_mxfp4(plain, target)                       bfloat16 ─► MXFP4, stacks of experts alone
+    store_in_mxfp4(plain, target)                       bfloat16 ─► MXFP4, stacked experts only
     dequantise_directory(quantised, target, dtype)      FP8, INT4 or MXFP4 ─► bfloat16
 
-Each shard of the source becomes one of the target under the same name, and is on the disk when the
-next one begins: a conversion that was killed goes on with the first shard that is not there. Memory
-holds one weight and what is made of it. The target appears under its name when all of it was
+Each shard of the source becomes one of the target with the same name, and is flushed to the disk
+before the next one begins: a killed conversion resumes with the first missing shard. Memory holds
+one weight and its converted form. The target appears under its final name once all of it has been
 verified (`slime.checkpoints.quantised_check`).
 """
 
@@ -59,11 +58,11 @@ class Converted:
 
     Attributes:
         directory: where the model is.
-        files, kept: weight files, and those of them that an earlier attempt had finished.
-        tensors: in all files.
-        nbytes: of the files.
-        quantised: weights of Linear layers that were converted.
-        counts: what was counted of the layers.
+        files, kept: number of weight files, and of those that an earlier attempt had finished.
+        tensors: number of tensors in all files.
+        nbytes: total size of the files.
+        quantised: number of weights of Linear layers that were converted.
+        counts: the verification's summary of the layers.
     """
 
     directory: Path
@@ -85,10 +84,10 @@ class Converted:
 def plain_weights(
     source: Path, model_name: str | None = None
 ) -> tuple[dict[str, Table], list[WeightMatrix]]:
-    """Tables of the files of a directory, and its two-dimensional weights.
+    """Return the tables of a directory's files, and its two-dimensional weights.
 
     Raises:
-        UserError: the directory is not a complete model of plain weights.
+        UserError: the directory is not a complete model with unquantised weights.
     """
     _refuse_quantised(source)
     family = family_of(source, model_name)
@@ -108,13 +107,12 @@ def plain_weights(
 def quantise_directory(
     source: Path, target: Path, quantisation: Quantisation, model_name: str | None = None
 ) -> Converted:
-    """Write ``source`` with the weights of its Linear layers quantised, but those that a rule
+    """Write ``source`` with the weights of its Linear layers quantised, except those that a rule
     ignores.
 
     Raises:
-        UserError: the source is not whole, its weights are not plain, the rules do not fit the
-            model, nothing would be quantised, ``target`` holds something else, a weight is not
-            finite.
+        UserError: the source is incomplete or quantised, the rules do not fit the model, nothing
+            would be quantised, ``target`` holds something else, or a weight is not finite.
     """
     tables, weights = plain_weights(source, model_name)
     refuse_stacks(family_of(source, model_name), quantisation.method)
@@ -133,7 +131,7 @@ def quantise_directory(
         )
     for rule in idle_among(found, (name for table in tables.values() for name in table)):
         logger.warning("the rule %r of --ignore names nothing in %s", rule, source)
-    # engines look for these names in different ways; whole names mean the same in all
+    # engines match these patterns differently; full names mean the same to all of them
     if quantisation.method == "fp8":
         converted = {weight.module for weight in found.quantised}
         modules = tuple(weight.module for weight in weights if weight.module not in converted)
@@ -160,10 +158,10 @@ def quantise_directory(
 def dequantise_directory(
     source: Path, target: Path, dtype: torch.dtype = torch.bfloat16, model_name: str | None = None
 ) -> Converted:
-    """Write a quantised model with plain weights of ``dtype``.
+    """Write a quantised model with unquantised weights of ``dtype``.
 
     Raises:
-        UserError: the source is not whole, or not quantised by a method that is known here.
+        UserError: the source is incomplete, or not quantised by a supported method.
     """
     config = read_hf_config(source)
     if is_mxfp4(config):
@@ -194,11 +192,11 @@ def dequantise_directory(
 
 
 def store_in_mxfp4(source: Path, target: Path, model_name: str | None = None) -> Converted:
-    """Write ``source`` with its stacks of experts in MXFP4, as gpt-oss is published.
+    """Write ``source`` with its stacked experts in MXFP4, as gpt-oss is published.
 
     Raises:
-        UserError: the source is not whole, its weights are not plain, it has no stacks that are
-            stored as [in, out], their input is no multiple of 32, a weight is not finite.
+        UserError: the source is incomplete or quantised, it has no stacks that are stored as
+            [in, out], their input is not a multiple of 32, or a weight is not finite.
     """
     tables, _ = plain_weights(source, model_name)
     family = family_of(source, model_name)
@@ -256,7 +254,7 @@ def store_in_mxfp4(source: Path, target: Path, model_name: str | None = None) ->
 def _decode_mxfp4(
     source: Path, target: Path, dtype: torch.dtype, model_name: str | None
 ) -> Converted:
-    """Write a model that is stored in MXFP4 with plain weights."""
+    """Write a model that is stored in MXFP4 with unquantised weights."""
     family = family_of(source, model_name)
     reader = HfReader(source, names_only=True)
     reader.verify(family, family.describe(source))
@@ -281,7 +279,7 @@ def _decode_mxfp4(
     return job.run({"quantization_config": None}, dtype_name(dtype), model_name)
 
 
-#: How a list of rules is written, for messages.
+#: How to write a list of rules, for messages.
 _RULES = (
     r"names of modules, or expressions such as 're:.*mlp\.gate\..*'; without --ignore the "
     r"recommended list is taken"
@@ -302,14 +300,14 @@ def _plain_work(
         parts = tuple(f"{module}.{part}" for part in names)
         if module is None or not all(part in present for part in parts):
             yield _Work((name,), {name: table[name]})
-        elif name == parts[0]:  # where the numbers are; the other parts may lie in another file
+        elif name == parts[0]:  # the quantised numbers; the other parts may be in another file
             weight = f"{module}.weight"
             shape = shapes.get(weight) or _shape_of(table[name])
             yield _Work(parts, {weight: (dtype_name(dtype), shape)}, module)
 
 
 def _shape_of(facts: tuple[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape of a weight that the family's table does not know, from the shape of its
+    """Derive the shape of a weight that the family's table lacks from that of its quantised
     numbers."""
     dtype, shape = facts
     return (shape[0], shape[1] * NIBBLES) if dtype == "int32" else shape
@@ -339,7 +337,8 @@ def _each(
     convert: Callable[[str, str, tuple[int, ...]], _Work],
     without: Container[str] = (),
 ) -> dict[str, list[_Work]]:
-    """What ``convert`` makes of each tensor (name, dtype, shape), by file and name."""
+    """Return the results of ``convert`` for each tensor (name, dtype, shape), by file, in order of
+    names."""
     return {
         file: [convert(name, *table[name]) for name in sorted(table) if name not in without]
         for file, table in tables.items()
@@ -351,11 +350,11 @@ def _each(
 
 @dataclass(frozen=True)
 class _Work:
-    """A tensor that is copied, or a module (``module`` is not "") whose weight is converted.
+    """A tensor to copy, or a module (``module`` is not "") whose weight is to be converted.
 
     Attributes:
-        sources: names that are read.
-        results: names, dtypes and shapes that are written.
+        sources: names of the tensors to read.
+        results: names, dtypes and shapes of the tensors to write.
     """
 
     sources: tuple[str, ...]
@@ -368,9 +367,9 @@ class _QuantiseJob:
     """
     Attributes:
         tables: of the source's files.
-        plan: weight file → what is written to it, in order.
-        compute: what becomes of a module's stored tensors.
-        settings: by which an earlier attempt is known to be the same conversion.
+        plan: weight file → the works that are written to it, in order.
+        compute: converts a module's stored tensors.
+        settings: identify the conversion, so that an earlier attempt at it can be resumed.
     """
 
     source: Path
@@ -385,8 +384,8 @@ class _QuantiseJob:
     ) -> Converted:
         """
         Args:
-            config: what changes in config.json; None takes a key out.
-            dtype: what config.json says of the weights from now on; None leaves it.
+            config: changes to config.json; None removes a key.
+            dtype: the dtype of the weights to state in config.json; None leaves it unchanged.
         """
         check_export(self.target, {"--hf_model_path": self.source})
         partial, kept = self._begin()
@@ -419,8 +418,8 @@ class _QuantiseJob:
         return Converted(self.target, len(files), len(kept), len(where), nbytes, converted, counts)
 
     def _begin(self) -> tuple[Path, set[str]]:
-        """The directory to write into, and what an earlier attempt at the same has left whole
-        there."""
+        """Return the directory to write into, and the complete files in it of an earlier attempt at
+        the same conversion."""
         stats = {file: (self.source / file).stat() for file in self.plan}
         sizes = {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
         words = {"source": str(self.source.resolve()), "files": sizes, **self.settings}

@@ -1,10 +1,10 @@
-"""The weights that engines of a quantised model compute with, read from files.
+"""Reads the weights with which the engines of a quantised model compute.
 
     INT4 or FP8, as engines load it             ─► dequantised
-    the plain weights that it was made from     ─► quantised as `slime convert` does, dequantised
+    the unquantised weights it was made from    ─► quantised as `slime convert` does, dequantised
 
-Adapters are trained beside these. Weights are computed whole and cut afterwards, so that a parallel
-layout changes no bit of them.
+Adapters are trained on top of these. Weights are computed whole and then cut, so that they are
+bit-identical in every parallel layout.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class QuantisedReader:
     """Reads a Hugging Face directory as `HfReader` does, with the values of quantised engines.
 
     Args:
-        directory: of quantised weights, or of the plain ones that they were made from.
+        directory: of quantised weights, or of the unquantised ones that they were made from.
         quantisation: of the engines.
-        dtype: of the engines' weights that are not quantised, in which they dequantise the others.
+        dtype: of the engines' unquantised weights, to which they dequantise the others.
         device: on which quantised weights are computed.
     Raises:
-        UserError: `HfReader`'s; compressed-tensors is needed and not installed.
+        UserError: as for `HfReader`; or compressed-tensors is needed and not installed.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class QuantisedReader:
         self._modules = {matrix.weight: matrix.module for matrix in found.quantised}
 
     def verify(self, family: ModelFamily, spec: ModelSpec) -> list[str]:
-        """Compare the directory with what the model has, see `HfReader.verify`."""
+        """Compare the directory with the model, see `HfReader.verify`."""
         if not self._is_stored:
             return self._files.verify(family, spec)
         verify_quantised(self.directory, family, spec, self._quantisation)
@@ -67,21 +67,21 @@ class QuantisedReader:
         return self._files.file_of(self._names(name)[0])
 
     def __getitem__(self, name: str) -> TensorSource:
-        """A plain weight, to be read by slices, or the whole weight that quantised parts stand
-        for."""
+        """Return an unquantised weight, which can be read in slices, or a whole dequantised
+        weight."""
         if name not in self._modules:
             return self._files[name]
         return self.dequantised(name, self.parts(name))
 
     def dequantised(self, name: str, parts: Stored) -> torch.Tensor:
-        """Return the weight that its parts stand for in an engine."""
+        """Return the weight that an engine computes from its parts."""
         return dequantise(self._modules[name], parts, self._quantisation.scheme, self._dtype)
 
     def parts(self, name: str) -> Stored:
-        """Return the tensors that engines hold of a weight; {} for one that they hold plain.
+        """Return the tensors that engines hold for a weight; {} if they hold it unquantised.
 
         Raises:
-            UserError: the weight cannot be stored so.
+            UserError: the weight cannot be quantised in this way.
         """
         if name not in self._modules:
             return {}
@@ -96,7 +96,7 @@ class QuantisedReader:
         return as_held(found, scheme, self._dtype)
 
     def _names(self, name: str) -> list[str]:
-        """The names under which the files have a weight."""
+        """Return the names in the files of a weight's tensors."""
         if not self._is_stored or name not in self._modules:
             return [name]
         leaves = self._quantisation.scheme.parts((1, 1), "")

@@ -1,8 +1,8 @@
-"""Random number generators of a trainer rank: seeded, and in and out of a checkpoint.
+"""Random number generators of a trainer rank: seeding, saving and restoring them.
 
-Nothing of the trainer's own draws numbers while it trains: dropout is 0, and router jitter and
+The trainer itself draws no random numbers while it trains: dropout is 0, and router jitter and
 random routing are refused. Hooks may draw (a loss that samples, a model with dropout), and must get
-the same numbers in a run that is resumed.
+the same numbers in a resumed run.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 def random_layout() -> dict[str, int]:
-    """The layout that random states belong to: ranks at the same place of the same layout go on
-    with the same numbers."""
+    """Return the layout to which random states belong: a rank can continue only with the state of
+    the same place in the same layout."""
     from megatron.core import parallel_state as ps
 
     experts = ps.get_expert_model_parallel_world_size()
@@ -28,7 +28,7 @@ def random_layout() -> dict[str, int]:
         "tensor_model_parallel_size": ps.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": ps.get_pipeline_model_parallel_world_size(),
         "expert_model_parallel_size": experts,
-        # data-parallel replicas share theirs, unless they hold different experts
+        # data-parallel replicas share a state, unless they hold different experts
         "data_parallel_size": ps.get_data_parallel_world_size(with_context_parallel=True)
         if experts > 1
         else 1,
@@ -36,7 +36,11 @@ def random_layout() -> dict[str, int]:
 
 
 def sharded_random_state(state: dict[str, Any] | None) -> Any:
-    """This rank's entry of the ``rng_state`` of a sharded state dict; None to load it."""
+    """Return this rank's ``rng_state`` entry of a sharded state dict.
+
+    Args:
+        state: to save; None to load it.
+    """
     from megatron.core import parallel_state as ps
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
@@ -75,11 +79,11 @@ def set_random_state(states: list[dict[str, Any]]) -> None:
 
 
 def why_not_continued(saved_layout: dict[str, Any] | None) -> str | None:
-    """Why the random states of a checkpoint cannot go on at this layout; None: they can.
+    """Return why the random states of a checkpoint cannot be used in this layout; None if they can.
 
     Args:
-        saved_layout: what `random_layout` was when they were saved, and ``has_rng_state``; None:
-            nobody noted it.
+        saved_layout: the `random_layout` at which they were saved, and ``has_rng_state``; None if
+            it was not recorded.
     """
     if saved_layout is None:
         return "the checkpoint does not say at which layout its random states were saved"
@@ -96,7 +100,7 @@ def why_not_continued(saved_layout: dict[str, Any] | None) -> str | None:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed Python, NumPy, torch, and Megatron's tracker, which adds a rank's place to it.
+    """Seed Python, NumPy, torch, and Megatron's tracker, which adds an offset for the rank.
 
     Args:
         seed: below 2³².
@@ -110,8 +114,8 @@ def seed_generators(seed: int) -> None:
 
 
 def seed_after(iteration: int, seed: int, because: str) -> None:
-    """Seed the generators of a run that continues after ``iteration`` where no saved state can:
-    with numbers of its own, the same ones at each attempt."""
+    """Seed the generators of a run that continues after ``iteration`` without a saved state. The
+    seed differs from the run's first one, and is the same at each attempt."""
     seed_generators(seed_of(seed, iteration))
     if dist.get_rank() == 0:
         logger.info(
@@ -123,8 +127,8 @@ def seed_after(iteration: int, seed: int, because: str) -> None:
 
 
 def seed_of(seed: int, iteration: int) -> int:
-    """A seed below 2³² from both. Not their sum: Megatron adds a rank's place, so iterations would
-    share numbers.
+    """Derive a seed below 2³² from both. Their sum would not do: Megatron adds an offset for the
+    rank, so that iterations would share numbers.
 
     Example:
         >>> seed_of(1234, 0) == seed_of(1234, 0), seed_of(1234, 0) == seed_of(1234, 1)

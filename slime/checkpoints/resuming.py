@@ -1,11 +1,11 @@
-"""Choose the checkpoint to load: the newest whose every byte is what was written.
+"""Chooses the checkpoint to load: the newest whose files are intact.
 
     --load is --save ─► newest whole by names and sizes ─► fingerprints, each rank its share
                                     ▲                         ├─ equal ─► loaded
                                     └── the one before it ────┘
 
-Nothing is changed on the disk before one is found. Then the tracker names it, and those that were
-skipped are renamed, so that neither --save-retain nor the next launch takes them for checkpoints.
+Nothing on the disk changes before one is found. Then the tracker is set to it, and skipped ones are
+renamed, so that neither --save-retain nor the next launch counts them as checkpoints.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ logger = get_logger(__name__)
 
 
 def agreed_plan(config: Config) -> tuple[LoadPlan, list[str]]:
-    """Agree on what all ranks load, with contents that are compared already. Collective.
+    """Agree on the checkpoint that all ranks load, and verify its contents. Collective.
 
     Returns:
-        The plan, and a line for each iteration that was skipped.
+        The plan, and a line for each skipped iteration.
     Raises:
-        UserError: as `resolve_load`; and on every rank, where any has found another content, with
+        UserError: as for `resolve_load`; and on every rank, if any finds a changed file with
             --ckpt-step or in another run's checkpoint.
     """
     corrupt: list[Damage] = []
@@ -58,8 +58,8 @@ def agreed_plan(config: Config) -> tuple[LoadPlan, list[str]]:
 
 
 def first_corrupt(plan: LoadPlan) -> UserError | None:
-    """The first of the plan's files, over all ranks, that has another content than was written.
-    Collective."""
+    """Return the error of the first of the plan's files, over all ranks, whose content has changed
+    since it was written. Collective."""
     if plan.kind != "megatron":
         return None
     own: UserError | None = None
@@ -72,7 +72,7 @@ def first_corrupt(plan: LoadPlan) -> UserError | None:
 
 
 def _skip(plan: LoadPlan) -> list[str]:
-    """Put what was skipped aside, by rank 0; lines for people."""
+    """Rename the skipped checkpoints, on rank 0; returns the lines to log."""
     if not plan.damaged:
         return []
     root = plan.path.parent
@@ -93,7 +93,7 @@ def _skip(plan: LoadPlan) -> list[str]:
             set_latest(root, RELEASE if plan.iteration is None else plan.iteration)
             for damage in plan.damaged:
                 set_aside(root, damage.iteration)
-        except OSError as problem:  # the next save meets it, too, and says what to do
+        except OSError as problem:  # the next save fails likewise, with advice
             logger.warning("%s cannot be put in order: %s", root, problem)
     return lines
 

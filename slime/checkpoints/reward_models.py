@@ -1,5 +1,5 @@
-"""A reward model as a Hugging Face directory: the policy's layers, and ``score.weight`` [1, H] on
-the state of the last token, as transformers' sequence classifiers have them."""
+"""Reward models as Hugging Face directories, in the form of transformers' sequence classifiers: the
+policy's layers, and ``score.weight`` [1, H], applied to the state of the last token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def classifier_of(hf_config: dict[str, Any]) -> str:
     """Return the class name of transformers' sequence classifier for a model.
 
     Raises:
-        UserError: transformers has none, so that nobody could load the reward model.
+        UserError: transformers has none, so that the reward model could not be loaded.
 
     Example:
         >>> classifier_of({"model_type": "qwen3"})
@@ -46,9 +46,9 @@ def classifier_of(hf_config: dict[str, Any]) -> str:
 def reward_config(hf_config: dict[str, Any], tokenizer_from: str) -> dict[str, Any]:
     """Return the fields in which the reward model's config.json differs from the policy's.
 
-    transformers reads the reward at the last token that is not padding. Where padding and the end
-    of an answer are one token, it would read it before the end: no padding is named then, and
-    transformers refuses to score several texts at once.
+    transformers reads the reward at the last token that is not padding. If the padding token also
+    ends answers, it would read the reward before the end of the answer: no padding token is named
+    then, and transformers refuses to score several texts at once.
     """
     tokenizer = load_tokenizer(tokenizer_from)
     padding = tokenizer.pad_token_id
@@ -67,7 +67,7 @@ def reward_config(hf_config: dict[str, Any], tokenizer_from: str) -> dict[str, A
 
 
 def fill_head(chunks: Sequence[nn.Module], score: torch.Tensor) -> None:
-    """Copy a head [1, H] to the stage that has one; a bias beside it stays."""
+    """Copy a head [1, H] to the stage that has one; its bias, if any, is unchanged."""
     for chunk in unwrapped(chunks):
         head = dict(chunk.named_parameters()).get(_HEAD)
         if head is not None:

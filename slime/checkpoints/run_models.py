@@ -1,5 +1,4 @@
-"""Find the models that a run has left behind: exports, and those in its checkpoints. Imports no
-torch.
+"""Finds the models of a run: its exports, and those in its checkpoints. Does not import torch.
 
 >>> newest_model(Path("outputs/sums")).path
 PosixPath('outputs/sums/model')
@@ -22,7 +21,7 @@ from slime.models.peft_config import is_adapter_dir
 from slime.observe.run_folder import config_files
 from slime.paths import fixed_folder, found
 
-#: How deep below a run folder exports are looked for.
+#: How deep below a run folder exports are searched for.
 _LEVELS = 3
 
 
@@ -38,15 +37,15 @@ def stage_configs(run_folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _setting(config: dict[str, Any], group: str, name: str) -> str:
-    """Return the value of a flag that takes text; "" where it is not set or the file is damaged."""
+    """Return the value of a flag that takes text; "" if it is not set or the file is damaged."""
     flags = config.get(group)
     value = flags.get(name) if isinstance(flags, dict) else None
     return value if isinstance(value, str) and "\0" not in value else ""
 
 
 def _is_of_stage(stage: str, config: dict[str, Any]) -> bool:
-    """Tell whether a run has written the file for this stage: ``config.old.json`` is somebody's
-    copy."""
+    """Tell whether a run wrote the file for this stage; ``config.old.json``, for example, is a
+    user's copy."""
     observe = config.get("observe")
     says_so = (
         not (isinstance(observe, dict) and "stage" in observe)
@@ -56,7 +55,7 @@ def _is_of_stage(stage: str, config: dict[str, Any]) -> bool:
 
 
 def has_weights(path: Path) -> bool:
-    """A Hugging Face directory that is not only config and tokenizer."""
+    """Tell whether this is a Hugging Face directory with weights."""
     return is_hf_dir(path) and any(file.is_file() for file in path.glob("*.safetensors"))
 
 
@@ -68,10 +67,10 @@ class RunModel:
         path: a Hugging Face directory, a PEFT directory, or the directory of one iteration of a
             Megatron checkpoint.
         kind: which of the three ``path`` is.
-        is_exported: it is not (in) a checkpoint.
-        rollout: after which it was written; None where the name does not tell.
-        written: when, in seconds since 1970.
-        base: the Hugging Face directory that the run began with; None where the run does not say.
+        is_exported: whether it is an export, not (part of) a checkpoint.
+        rollout: after which it was written; None if its name does not tell.
+        written: time of writing, in seconds since 1970.
+        base: the Hugging Face directory from which the run started; None if unknown.
     """
 
     path: Path
@@ -83,11 +82,11 @@ class RunModel:
 
 
 def newest_model(run_folder: Path) -> RunModel:
-    """The newest model that a run has written: an export (--save-hf, or any in its folder), or its
-    newest whole checkpoint where no export is as new.
+    """Return the newest model of a run: an export (--save-hf, or any in its folder), or its newest
+    whole checkpoint if no export is as new.
 
     Raises:
-        UserError: not the folder of a run, or of one that has saved nothing.
+        UserError: this is not a run folder, or the run has saved nothing.
     """
     configs = stage_configs(run_folder)
     if not configs:
@@ -115,14 +114,14 @@ def newest_model(run_folder: Path) -> RunModel:
 
 
 def first_base(run_folder: Path) -> Path | None:
-    """The model that the run's first stage began with; None where it does not say."""
+    """Return the model from which the run's first stage started; None if it is not recorded."""
     configs = list(stage_configs(run_folder).values())
     return _base(run_folder, configs[0]) if configs else None
 
 
 def checkpoint_model(directory: Path) -> RunModel | None:
-    """Return the newest whole checkpoint of a --save directory, or the iteration that ``directory``
-    is; None if it is neither. The base is known if the checkpoint lies in the folder of its run."""
+    """Return the newest whole checkpoint of a --save directory, or ``directory`` itself if it is an
+    iteration; None if it is neither. The base is known if the checkpoint is in its run's folder."""
     whole = directory if (directory / ".metadata").is_file() else newest_whole(directory)
     if whole is None:
         return None
@@ -193,8 +192,8 @@ def _base(run_folder: Path, config: dict[str, Any]) -> Path | None:
 def _where(
     run_folder: Path, config: dict[str, Any], path: str, folder_of: Callable[[str], Path] = Path
 ) -> Path:
-    """A path of the run's flags as seen from here: relative ones count from where the run was
-    started, which is where --output-dir begins.
+    """Resolve a path from the run's flags. Relative ones start from the directory where the run was
+    started, as does a relative --output-dir.
 
     Args:
         folder_of: the part of the path that must exist.
@@ -210,7 +209,7 @@ def _where(
 
 
 def data_path(run_folder: Path, config: dict[str, Any]) -> str | None:
-    """The run's --prompt-data as seen from here; None where the configuration names none."""
+    """Return the run's --prompt-data, resolved from here; None if the configuration names none."""
     named = config.get("data", {}).get("prompt_data")
     return (
         str(_where(run_folder, config, named, lambda path: Path(split_slice(path)[0])))
@@ -220,5 +219,5 @@ def data_path(run_folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def started_from(run_folder: Path, output_dir: Path) -> Path:
-    """The directory in which a run was started whose --output-dir is relative."""
+    """Return the directory in which a run with a relative --output-dir was started."""
     return run_folder.resolve().parents[len(output_dir.parts)]

@@ -1,5 +1,5 @@
-"""Write safetensors files tensor by tensor, so that one tensor at a time is in memory. The caller
-must know all names, dtypes and shapes in advance."""
+"""Writes safetensors files tensor by tensor, with one tensor in memory at a time. The caller must
+know all names, dtypes and shapes in advance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors import safe_open
 from slime.engines.wire.buckets import dtype_name, dtype_of
 from slime.files import replacing
 
-#: Name → (dtype as torch calls it, shape).
+#: Name → (torch's name of the dtype, shape).
 Table = dict[str, tuple[str, tuple[int, ...]]]
 
 #: dtype code of the format → torch's name, as `slime.engines.wire.buckets.dtype_name` returns it.
@@ -28,13 +28,13 @@ _CODES = {name: code for code, name in DTYPE_NAMES.items()}
 
 
 def read_table(path: Path) -> Table:
-    """Read the table of a file from its header alone.
+    """Read the table of a file from its header.
 
     Raises:
-        SafetensorError, OSError: the file is damaged or cut short.
+        SafetensorError, OSError: the file is damaged or truncated.
     """
     with safe_open(path, framework="pt") as content:
-        names = content.keys()  # ``content`` is no dict
+        names = content.keys()  # ``content`` is not a dict
         pieces = {name: content.get_slice(name) for name in names}
         return {
             name: (DTYPE_NAMES[piece.get_dtype()], tuple(piece.get_shape()))
@@ -58,9 +58,9 @@ def write_stream(
 
     Args:
         table: all tensors of the file.
-        tensors: the same in any order; each is written at once and may be freed afterwards.
+        tensors: the same tensors in any order; each is written at once and can be freed then.
     """
-    # the library's order: large dtypes first, so that every tensor is aligned
+    # the library's order: large dtypes first, which aligns every tensor
     order = sorted(table, key=lambda name: (-dtype_of(table[name][0]).itemsize, name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets = dict[str, int]()

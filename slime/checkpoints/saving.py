@@ -1,4 +1,4 @@
-"""Save Megatron checkpoints, in the foreground or behind training.
+"""Saves Megatron checkpoints, in the foreground or in the background of training.
 
     save()  plan ─► snapshot in host memory ─► return            next save() or wait()
     thread            └─► write own file ─► all have ─► contents, manifest, rename, tracker
@@ -9,10 +9,9 @@ A save writes into a hidden directory, lists every file with its size and finger
 and only then moves the tracker: a crash or a full disk at any point leaves the previous checkpoint
 loadable.
 
-Both ways write the same; --async-save adds the snapshot and the thread. The thread talks to the
-other ranks' threads over a gloo group of its own, because two threads must not share one. The
-tracker moves when every rank's file is on the disk. The next call raises what failed, on the rank
-that noticed first.
+Both ways write the same files; --async-save adds the snapshot and the thread. The threads of all
+ranks communicate over their own gloo group, because two threads must not share one. The tracker
+moves when every rank's file is on the disk. The next call raises a failure of the background save.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
-    """Saves one rank's part of all checkpoints of a run; all ranks call the same methods in the
-    same order.
+    """Saves one rank's part of a run's checkpoints; all ranks call the same methods in the same
+    order.
 
     Args:
         in_background: `save` returns once the state is copied to host memory.
@@ -88,23 +87,23 @@ class CheckpointWriter:
         keep: int | None = None,
         beside: Callable[[Path], object] | None = None,
     ) -> Path:
-        """Save after training rollout ``iteration`` and make it the latest. Waits for the last
-        save. Collective.
+        """Save a checkpoint after training rollout ``iteration`` and make it the latest. Waits for
+        the previous save. Collective.
 
         Args:
             root: the --save directory.
-            iteration: rollout id; "release" for converted weights without a past.
-            extra_state: small state of the run (data position, weight version, …), given back by
-                `load`.
-            save_optimizer: False leaves optimizer and schedule out (--no-save-optim).
-            keep: checkpoints to keep, the newest ones (--save-retain); None keeps all.
-            beside: on rank 0, writes further files into the directory that it gets, behind training
-                if the save is.
+            iteration: rollout id; "release" for converted weights, which no rollout has trained.
+            extra_state: small state of the run (data position, weight version, …), which `load`
+                returns.
+            save_optimizer: whether to save optimizer and schedule (not with --no-save-optim).
+            keep: number of newest checkpoints to keep (--save-retain); None keeps all.
+            beside: called on rank 0 with the directory, to write further files into it; in the
+                background if the save is.
         Returns:
-            The checkpoint's directory; in the background it is not there yet.
+            The checkpoint's directory; a background save creates it later.
         Raises:
-            UserError: on every rank, when any rank could not write; nothing visible has changed
-                then. In the background: the last save failed.
+            UserError: on every rank, if any rank could not write; nothing visible has changed then.
+                In the background: the previous save failed.
         """
         self.wait()
         if self._group is None:
@@ -132,10 +131,10 @@ class CheckpointWriter:
         return final
 
     def wait(self) -> None:
-        """Until the last save is complete on all ranks.
+        """Wait until the last save is complete on all ranks.
 
         Raises:
-            UserError: it failed.
+            UserError: the save failed.
         """
         if self._thread is not None:
             self._thread.join(deadlines.CHECKPOINT_WRITE + deadlines.CHECKPOINT_GRACE)
@@ -149,14 +148,14 @@ class CheckpointWriter:
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Raise what went wrong in the background since the last call; never waits."""
+        """Raise the failure of a background save since the last call, if any; never waits."""
         failure = self._failure
         self._failure = None
         if failure is not None:
             raise failure
 
     def close(self) -> None:
-        """Wait for the last save and give the host memory back."""
+        """Wait for the last save and release the host memory."""
         try:
             self.wait()
         finally:
@@ -171,7 +170,7 @@ class CheckpointWriter:
 
 @dataclass
 class _RankSave:
-    """One save of one rank, planned and ready to be written."""
+    """One rank's part of a save, planned and ready to be written."""
 
     final: Path
     iteration: int | str
@@ -219,7 +218,7 @@ class _RankSave:
     def _verdict(
         self, failure: str | None, written: tuple[list[Any], list[FileRecord]]
     ) -> str | None:
-        """The failure of any rank as "what\\0why"; None when the checkpoint is published."""
+        """Return the failure of any rank as "what\\0why"; None if the checkpoint is published."""
         verdict: str | None = None
         try:
             reports = gather((failure, plain_results(written[0]), written[1]), self.group)
@@ -238,7 +237,8 @@ class _RankSave:
         return verdict
 
     def _finish(self, reports: list[Any]) -> str | None:
-        """Rank 0, when every rank's file is on the disk."""
+        """Publish the checkpoint, on rank 0, when every rank's file is on the disk; returns a
+        failure."""
         try:
             records = [FileRecord(**record) for _, _, files in reports for record in files]
             self.planned.finish(self.partial, [results_of(results) for _, results, _ in reports])
@@ -276,7 +276,7 @@ class _RankSave:
 
 @contextmanager
 def _agreed(what: str) -> Iterator[None]:
-    """Every rank leaves the block in the same way: when one failed to write, all raise its error.
+    """Make every rank leave the block in the same way: if one fails to write, all raise its error.
     Collective."""
     failure: BaseException | None = None
     try:
@@ -302,7 +302,7 @@ def _write_error(what: str, why: str) -> UserError:
 
 
 def _free_space(directory: Path) -> str:
-    """torch's zip writer says "unexpected pos" for a full disk, so we say what is free."""
+    """Report the free space, because torch's zip writer reports a full disk as "unexpected pos"."""
     if not directory.is_dir():
         return f" ({directory} is not there)"
     return f" ({shutil.disk_usage(directory).free / 1e6:,.1f} MB are free on this disk)"

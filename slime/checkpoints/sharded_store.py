@@ -1,4 +1,4 @@
-"""Write and read a Megatron sharded state dict in the ``torch_dist`` layout.
+"""Writes and reads a Megatron sharded state dict in the ``torch_dist`` layout.
 
     ShardedWrite(state)       collective: agrees on who writes what
       .snapshot(memory)       optional
@@ -39,7 +39,7 @@ from slime.processes.pinned_memory import HostMemory
 
 StateDict = dict[str, Any]
 
-#: What writing can meet: the operating system's errors, and torch's RuntimeError for a full disk.
+#: Errors of writing: the operating system's, and torch's RuntimeError for a full disk.
 WRITE_ERRORS = (OSError, RuntimeError, dcp.api.CheckpointException)
 
 
@@ -47,7 +47,7 @@ WRITE_ERRORS = (OSError, RuntimeError, dcp.api.CheckpointException)
 
 
 class ShardedWrite:
-    """One rank's share of a checkpoint. Making it is collective, everything afterwards is not.
+    """One rank's share of a checkpoint. Constructing it is collective; its methods are not.
 
     Args:
         state: sharded state dict.
@@ -65,7 +65,7 @@ class ShardedWrite:
 
         self.rank = dist.get_rank()
         with warnings.catch_warnings():
-            # megatron-core's use of torch's older names
+            # megatron-core uses deprecated names of torch
             warnings.simplefilter("ignore", FutureWarning)
             sharded, common = save_preprocess(dict(state))
             keyed, _, _ = _replace_state_dict_keys_with_sharded_keys(
@@ -89,8 +89,8 @@ class ShardedWrite:
         self._plan = self._planner.finish_plan(plan)
 
     def snapshot(self, memory: HostMemory) -> int:
-        """Copy what this rank writes into host memory, so that training may go on; returns the
-        bytes copied.
+        """Copy this rank's tensors into host memory, so that training can continue; returns the
+        number of bytes copied.
 
         Objects (random states) were serialised when the write was planned.
         """
@@ -104,10 +104,10 @@ class ShardedWrite:
         return sum(copy.numel() * copy.element_size() for copy in copies)
 
     def write(self, directory: Path) -> tuple[list[Any], list[FileRecord]]:
-        """Write this rank's file and bring it to the disk.
+        """Write this rank's file and flush it to the disk.
 
         Returns:
-            torch's write results, for `finish` on rank 0, and what was written.
+            torch's write results, for `finish` on rank 0, and the records of the files written.
         """
         files = _FingerprintedFiles()
         writer = dcp.FileSystemWriter(
@@ -115,15 +115,15 @@ class ShardedWrite:
         )
         writer.fs = files
         results = writer.write_data(self._plan, self._planner).value()
-        self._planner = None  # lets go of the snapshot, or of the tensors
+        self._planner = None  # releases the snapshot, or the tensors
         return results, files.records
 
     def finish(self, directory: Path, results: list[list[Any]]) -> None:
-        """Write, on rank 0 when all have written, the table of contents and what is the same on
-        every rank.
+        """Write the table of contents and the state that all ranks share: on rank 0, after all have
+        written.
 
         Args:
-            results: what each rank's `write` returned, in rank order.
+            results: the results of each rank's `write`, in rank order.
         """
         from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
@@ -133,7 +133,7 @@ class ShardedWrite:
 
 
 def plain_results(results: list[Any]) -> list[Any]:
-    """torch's write results as JSON."""
+    """Return torch's write results as JSON values."""
     return [
         (
             index.fqn,
@@ -155,7 +155,7 @@ def results_of(plain: list[Any]) -> list[Any]:
 
 
 class _Resolved:
-    """A planner whose data are there already."""
+    """A planner with resolved data."""
 
     def __init__(self, data: dict[Any, Any]) -> None:
         self._data = data
@@ -165,7 +165,7 @@ class _Resolved:
 
 
 class _FingerprintedFiles(FileSystem):
-    """Computes size and xxh3-128 of each file while it is written, so that it need not be read
+    """Computes the size and xxh3-128 of each file while it is written, which avoids reading it
     again."""
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class _FingerprintedFiles(FileSystem):
 
 
 class FingerprintedFile:
-    """A file that is written from front to back; what torch's writer needs of one."""
+    """A sequentially written file, with the methods that torch's writer needs."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
@@ -204,7 +204,7 @@ class FingerprintedFile:
         self._file.flush()
 
     def fileno(self) -> int:
-        # asked for to bring the file to the disk, and what is buffered here is not there yet
+        # requested in order to sync the file, which needs this object's buffer flushed
         self._file.flush()
         return self._file.fileno()
 
@@ -228,7 +228,7 @@ def pickled(value: Any) -> bytes:
 
 
 def read(state: StateDict, directory: Path) -> StateDict:
-    """Read what ``state`` asks for, from a checkpoint written at any layout. Collective.
+    """Read the entries of ``state`` from a checkpoint written in any layout. Collective.
 
     Raises:
         UserError: a tensor is missing or has another shape.
@@ -257,7 +257,7 @@ def read(state: StateDict, directory: Path) -> StateDict:
 
 
 def read_common(directory: Path) -> StateDict:
-    """The part that is the same on every rank: counters, scheduler, parameter groups.
+    """Read the part that all ranks share: counters, scheduler, parameter groups.
 
     Raises:
         UserError: the file is damaged.
@@ -269,7 +269,7 @@ def read_common(directory: Path) -> StateDict:
 
 
 def read_contents(directory: Path) -> Any:
-    """torch's table of contents (``.metadata``): shape and boxes of every tensor.
+    """Read torch's table of contents (``.metadata``): shape and boxes of every tensor.
 
     Raises:
         UserError: the file is damaged.

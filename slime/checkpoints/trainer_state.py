@@ -20,7 +20,7 @@ ADAPTERS = "adapters"
 
 
 def adapter_facts(adapters: AdapterConfig) -> dict[str, Any]:
-    """Return what a checkpoint records of its adapters, as plain values."""
+    """Return a checkpoint's record of its adapters, as plain values."""
     return asdict(adapters) | {"targets": sorted(adapters.targets)}
 
 
@@ -30,16 +30,16 @@ class TrainerState:
 
     Attributes:
         model_chunks: one per virtual pipeline stage, wrapped or not.
-        optimizer: Megatron's (distributed or not); None leaves it out.
+        optimizer: Megatron's (distributed or not); None omits it.
         scheduler: learning-rate schedule with ``state_dict`` / ``load_state_dict``.
         reference: weights of the reference model, one for each of the chunks' `stored_tensors`;
-            None unless the run has changed them (--ref-update-interval), as otherwise --ref-load
-            has them.
+            None unless the run has changed them (--ref-update-interval): otherwise they are those
+            of --ref-load.
         reference_iteration: the rollout after which the policy had the reference's weights.
-        part: the part of the model that is saved, or loaded.
-        adapters: of the model, if it has any.
-        prefix: in front of the names of all tensors: "critic." for the critic's.
-        critic: of a run that trains one, on the same ranks.
+        part: the part of the model to save or load.
+        adapters: the model's adapters, if it has any.
+        prefix: prefix of all tensor names: "critic." for the critic's.
+        critic: the state of a critic that is trained on the same ranks.
     """
 
     model_chunks: Sequence[nn.Module]
@@ -55,16 +55,16 @@ class TrainerState:
     def everything(
         self, iteration: int | str, *, save_optimizer: bool = True, save_rng: bool = True
     ) -> StateDict:
-        """All that a checkpoint holds, as a sharded state dict. Collective.
+        """Return the whole content of a checkpoint as a sharded state dict. Collective.
 
         Args:
             iteration, save_optimizer, save_rng: as for `CheckpointWriter.save`.
         """
-        saved = self._what_learns(save_optimizer=save_optimizer)
+        saved = self._trained_state(save_optimizer=save_optimizer)
         if self.prefix:
             saved = {CRITIC: saved}
         if self.critic is not None:
-            saved[CRITIC] = self.critic._what_learns(save_optimizer=save_optimizer)
+            saved[CRITIC] = self.critic._trained_state(save_optimizer=save_optimizer)
         if self.reference is not None:
             saved[REFERENCE] = self.reference_model()
             saved["reference_iteration"] = self.reference_iteration
@@ -77,8 +77,8 @@ class TrainerState:
         saved["layout"] = {**random_layout(), "has_rng_state": save_rng}
         return saved
 
-    def _what_learns(self, *, save_optimizer: bool) -> StateDict:
-        """The model, and its optimizer and schedule. Collective."""
+    def _trained_state(self, *, save_optimizer: bool) -> StateDict:
+        """Return the state of the model, its optimizer and its schedule. Collective."""
         saved = self.model()
         if save_optimizer and self.optimizer is not None:
             saved["optimizer"] = sharded_optimizer_state(self.optimizer, self.model())
@@ -87,7 +87,7 @@ class TrainerState:
         return saved
 
     def chunks(self) -> dict[str, nn.Module]:
-        """The model chunks without wrappers, by the name that each has in a state dict."""
+        """Return the unwrapped model chunks, by their names in a state dict."""
         chunks = unwrapped(self.model_chunks)
         return {
             "model" if len(chunks) == 1 else f"model{number}": chunk
@@ -95,7 +95,7 @@ class TrainerState:
         }
 
     def model(self) -> StateDict:
-        """Parameters as megatron-core shards them: so that every layout can read them."""
+        """Return the parameters as megatron-core shards them, which every layout can read."""
         from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
         from megatron.core.parallel_state import get_data_parallel_group
 
@@ -113,7 +113,7 @@ class TrainerState:
         return chosen
 
     def reference_model(self) -> list[Any]:
-        """The reference's tensors under the policy's names with "reference." in front."""
+        """Return the reference's tensors under the policy's names, prefixed with "reference."."""
         from megatron.core.dist_checkpointing.dict_utils import nested_values
 
         assert self.reference is not None

@@ -1,8 +1,8 @@
 """Flags and YAML in, one frozen `Config` out. Imports no torch, ray, transformers, megatron or
 sglang.
 
-The names are looked up when they are asked for, so that whoever wants the record
-(`slime.config.config`) does not import the parser.
+Names are imported on first use: code that needs only the record (`slime.config.config`) does not
+import the parser.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Config", "FlatArgs", "make_config", "parse_args"]
 
-_HOMES = {"Config": "config", "FlatArgs": "config", "make_config": "make", "parse_args": "make"}
+_MODULES = {"Config": "config", "FlatArgs": "config", "make_config": "make", "parse_args": "make"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

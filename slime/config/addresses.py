@@ -12,10 +12,10 @@ def engine_url(address: str, where: str) -> str:
     """Return the base URL of an engine.
 
     Args:
-        address: HOST:PORT, with ``http://`` before it or not.
-        where: the flag or command that it was given to, for messages.
+        address: HOST:PORT, with or without ``http://``.
+        where: the flag or command that received the address, for messages.
     Raises:
-        UserError: ``address`` is something else.
+        UserError: ``address`` has another form.
 
     Example:
         >>> urls = "10.0.0.7:30000", "http://[::1]:30000/"
@@ -37,7 +37,7 @@ def engine_url(address: str, where: str) -> str:
     if scheme != "http" or not host or not port or rest or any(map(str.isspace, address)):
         raise UserError(
             f"{where}: {address!r} is no address of an engine",
-            why="it is HOST:PORT, where the engine's server answers without TLS",
-            fix="as in 10.0.0.7:30000",
+            why="an address is HOST:PORT of an engine's HTTP server, without TLS",
+            fix="write it as in 10.0.0.7:30000",
         )
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

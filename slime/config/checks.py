@@ -1,12 +1,10 @@
 """Contradictions between flags, found before anything starts. Each error names the flags and what
 to do.
 
-What a flag declares of itself (refusals, range, what it acts with) is checked here for all of them;
-below are the equations between several flags that say how a run is made. Those of the trainer are
-in `checks_train`.
+The declarations of each flag (refusals, range, needs) are checked first, then the constraints
+between flags of the run. `checks_train` has the constraints between flags of the trainer.
 
-`check` holds for every configuration; `incomplete` adds what a run needs that a part of it does
-not.
+`check` applies to every configuration. `incomplete` adds the flags that only a whole run needs.
 """
 
 from __future__ import annotations
@@ -29,15 +27,15 @@ from slime.config.values import check_number
 from slime.errors import UserError
 from slime.processes.host import num_gpus
 
-#: How the reasons of what is not there yet end.
+#: A refusal's reason that contains these words starts with the name of a missing feature.
 _MISSING = "in this version"
 
 
 def refuse_unsupported(given: UserFlags, specs: Mapping[str, FlagSpec]) -> None:
-    """Stop where values ask for what this version does not do.
+    """Refuse values that ask for features that this version lacks.
 
     Raises:
-        UserError: the first thing that is missing, with the flags that ask for it.
+        UserError: names the first missing feature and the flags that ask for it.
     """
     for _, error in unsupported(given, specs):
         raise error
@@ -46,9 +44,9 @@ def refuse_unsupported(given: UserFlags, specs: Mapping[str, FlagSpec]) -> None:
 def unsupported(
     given: UserFlags, specs: Mapping[str, FlagSpec]
 ) -> Iterator[tuple[list[str], UserError]]:
-    """Yield (flags by dest, error) for each thing that flags ask for and that this version does not
-    do. Flags that ask for the same thing share an error, and those that describe a model of a
-    missing family share the one that names it."""
+    """Yield (dests of flags, error) for each missing feature. Flags that ask for the same feature
+    share an error; flags that describe a model of a missing family share the error that names the
+    family."""
     differing = frozenset(
         dest for dest, value in given.values.items() if value != specs[dest].default
     )
@@ -72,12 +70,12 @@ def unsupported(
     for dests, found in errors:
         try:
             raise found
-        except UserError as error:  # raised, so that its traceback tells where it belongs
+        except UserError as error:  # `slime.diagnosis` identifies an error by its traceback
             yield dests, error
 
 
 def _refusal(spec: FlagSpec, value: Any) -> tuple[str, str]:
-    """Return why a value is refused and how the error names the flag; "" where it is accepted."""
+    """Return (reason, flag as the error shows it) of a refused value; ("", "") if accepted."""
     if spec.meta.refused and (value != spec.default or spec.meta.is_reserved):
         return spec.meta.refused, spec.option
     for item in value if isinstance(value, tuple) else (value,):
@@ -87,7 +85,7 @@ def _refusal(spec: FlagSpec, value: Any) -> tuple[str, str]:
 
 
 def _unsupported(reason: str, flags: list[str]) -> UserError:
-    """The refusal of flags that have one reason."""
+    """Return the error for ``flags``, which are refused for the same reason."""
     named = ", ".join(flags)
     if _MISSING in reason:
         feature, _, rest = reason.partition(_MISSING)
@@ -108,8 +106,8 @@ def check(draft: Draft) -> None:
 
 
 def violations(draft: Draft) -> Iterator[UserError]:
-    """All contradictions, one after the other; where the numbers make no layout at all, the rest is
-    not looked at."""
+    """Yield all contradictions. Checking stops after an error in ranges or in the parallel layout,
+    because later checks compute with these numbers."""
     for step in (
         _ranges,
         _needs,
@@ -137,17 +135,17 @@ def violations(draft: Draft) -> Iterator[UserError]:
                 return
 
 
-# -- what flags declare of themselves --------------------------------------------------------------
+# -- declarations of single flags ------------------------------------------------------------------
 
 
 def _ranges(draft: Draft) -> None:
-    # the user's own first, what follows from them after
+    # the user's values first: derived values may be out of range because of them
     for dest in (*draft.given.values, *draft.values):
         check_number(draft.specs[dest], draft[dest])
 
 
 def _needs(draft: Draft) -> None:
-    """A flag that would be ignored is refused, or warned of where nothing but speed is at stake."""
+    """Refuse flags that would be ignored; warn if the declaration asks only for a warning."""
     for dest in draft.given.values:
         if not draft.differs(dest):
             continue
@@ -155,7 +153,7 @@ def _needs(draft: Draft) -> None:
         if spec.meta.no_effect:
             draft.warnings.append(f"{spec.option} has no effect: {spec.meta.no_effect}")
         for need in spec.meta.needs:
-            if need.holds(draft.values) or _is_so_anyway(draft, spec):
+            if need.holds(draft.values) or _equals_derived(draft, spec):
                 continue
             what = f"{spec.option} has no effect {need.words(draft.values)}"
             if not need.warns:
@@ -163,9 +161,9 @@ def _needs(draft: Draft) -> None:
             draft.warnings.append(f"{what}: {need.why}")
 
 
-def _is_so_anyway(draft: Draft, spec: FlagSpec) -> bool:
-    """The value is the one that is derived when the flag is left out: a resolved configuration can
-    be given again."""
+def _equals_derived(draft: Draft, spec: FlagSpec) -> bool:
+    """Whether leaving the flag out would derive the same value. Such flags are accepted so that
+    the values of a resolved configuration can be passed again."""
     if not spec.meta.derived:
         return False
     derived = resolve(
@@ -178,53 +176,55 @@ def _is_so_anyway(draft: Draft, spec: FlagSpec) -> bool:
 
 
 def _staleness(draft: Draft) -> None:
-    most = draft["max_staleness"]
+    limit = draft["max_staleness"]
     interval = draft["update_weights_interval"]
-    if most is not None and most < interval - 1:
+    if limit is not None and limit < interval - 1:
         raise UserError(
-            f"--max-staleness {most} is too little for --update-weights-interval {interval}",
-            why=f"the last of the {interval} rollouts between two pushes is trained on "
-            f"{interval - 1} rollouts after the push before it, and the next push waits for it: it "
-            "could never be begun",
+            f"--max-staleness {limit} is too little for --update-weights-interval {interval}",
+            why=f"the last of the {interval} rollouts between two pushes is {interval - 1} "
+            "rollouts old when it is trained on; such a rollout would never start, and the next "
+            "push would wait for it",
             fix=f"pass --max-staleness {interval - 1} or more, or --update-weights-interval "
-            f"{most + 1} or less",
+            f"{limit + 1} or less",
         )
     corrections = ("use_tis", "use_rs", "use_rollout_logprobs", "mask_offpolicy_in_partial_rollout")
-    takes_them = (
-        most is not None
+    trains_on_stale = (
+        limit is not None
         and draft["stale_samples"] == "correct"
         and draft["loss_type"] == "policy_loss"
     )
-    if takes_them and not any(draft[name] for name in corrections):
+    if trains_on_stale and not any(draft[name] for name in corrections):
         draft.warnings.append(
             "--stale-samples correct has nothing to correct with: groups older than "
-            "--max-staleness are trained on as if they were not; --use-tis weighs their tokens, "
+            "--max-staleness are trained on like fresh ones; --use-tis weighs their tokens, "
             "--use-rollout-logprobs takes the engine's log-probs as the old policy's"
         )
 
 
-#: A rollout function of earlier versions, by its import path: it generated while training went on.
+#: Import path of a rollout function of earlier versions that generated during training.
 _FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 
 
 def _overlap(draft: Draft) -> None:
     if draft["rollout_function_path"] == _FULLY_ASYNC and not draft["async_buffer_size"]:
         draft.warnings.append(
-            "nothing is generated while the trainer works, which --rollout-function-path asks for: "
-            "it takes train_async.py (or --async-buffer-size) and engines on GPUs of their own"
+            "--rollout-function-path asks for generation during training, but generation and "
+            "training take turns: use train_async.py (or --async-buffer-size) and engines on GPUs "
+            "of their own"
         )
 
 
 def _entry(draft: Draft) -> None:
     has_engines = GENERATES.holds(draft.values) and not draft["debug_train_only"]
     is_whole = has_engines and not draft["debug_rollout_only"]
-    piece = (
+    per_request = (
         draft["rollout_request_tokens"] if "rollout_request_tokens" in draft.given.values else None
     )
     longest = max(draft["rollout_max_response_len"], draft["eval_max_response_len"])
-    if piece is not None and piece >= longest:
+    if per_request is not None and per_request >= longest:
         draft.warnings.append(
-            f"--rollout-request-tokens {piece} has no effect: answers have at most {longest} tokens"
+            f"--rollout-request-tokens {per_request} has no effect: answers have at most {longest} "
+            "tokens"
         )
     if draft["async_buffer_size"] > 0 and draft["colocate"] and is_whole:
         other = (
@@ -234,16 +234,15 @@ def _entry(draft: Draft) -> None:
         )
         raise UserError(
             f"--colocate cannot be used with {other}",
-            why="generation runs while the trainer trains, so they cannot take turns on the same "
-            "GPUs",
+            why="engines generate while the trainer trains, so they cannot share its GPUs by turns",
             fix="remove --colocate and give the engines GPUs of their own with --rollout-num-gpus, "
             "or use train.py",
         )
 
 
 def _host(draft: Draft) -> None:
-    """Check what depends on whether the trainer has GPUs, judged by this host (SLIME_NUM_GPUS
-    speaks for the others)."""
+    """Check flags that depend on whether the trainer has GPUs. This host's GPUs decide, or
+    SLIME_NUM_GPUS if it is set."""
     on_gpu = num_gpus() > 0
     where = (
         "on GPUs"
@@ -258,7 +257,7 @@ def _host(draft: Draft) -> None:
         )
     missing = {"fused", "unfused", "local"} if on_gpu else {"flash", "fused"}
     if on_gpu and draft["transformer_impl"] == "transformer_engine":
-        missing = set()  # it has them all, and says itself which of them the GPU cannot run
+        missing = set()  # Transformer Engine has all backends, and reports what the GPU cannot run
     if draft["attention_backend"] in missing:
         raise UserError(
             f"--attention-backend {draft['attention_backend']} is not there {where}",
@@ -269,8 +268,8 @@ def _host(draft: Draft) -> None:
         )
     if not on_gpu and draft.differs("data_pad_size_multiplier"):
         draft.warnings.append(
-            "--data-pad-size-multiplier has no effect without GPUs: it is about the speed of "
-            "kernels"
+            "--data-pad-size-multiplier has no effect without GPUs: it only makes GPU kernels "
+            "faster"
         )
 
 
@@ -299,22 +298,22 @@ def _placement(draft: Draft) -> None:
             raise UserError(
                 f"--rollout-num-gpus-per-engine {per_engine} is more than --num-gpus-per-node "
                 f"{per_node}",
-                why="the embedded engine does not reach over nodes",
+                why="an embedded engine runs on one node",
                 fix="pass --rollout-engine sglang",
             )
         if per_engine % per_node:
             raise UserError(
                 f"--rollout-num-gpus-per-engine {per_engine} is not a multiple of "
                 f"--num-gpus-per-node {per_node}",
-                why="an engine that reaches over nodes has the same number of GPUs on each",
+                why="an engine that spans nodes has the same number of GPUs on each",
             )
     for role, who in (("actor", "trainer"), ("critic", "critic")):
         own = draft[f"{role}_num_gpus_per_node"]
         flag = option_of(f"{role}_num_gpus_per_node")
-        is_told = draft.is_given("num_gpus_per_node") and draft.is_given(
+        both_given = draft.is_given("num_gpus_per_node") and draft.is_given(
             f"{role}_num_gpus_per_node"
         )
-        if is_told and own > per_node and not draft["debug_rollout_only"]:
+        if both_given and own > per_node and not draft["debug_rollout_only"]:
             raise UserError(
                 f"{flag} {own} is more than --num-gpus-per-node {per_node}",
                 fix=f"spread the {who} over more nodes with --{role}-num-nodes",
@@ -347,8 +346,8 @@ def _lengths(draft: Draft) -> None:
         if cap is not None and draft[dest] is not None and draft[dest] > cap:
             raise UserError(
                 f"{option_of(dest)} {draft[dest]} is more than --seq-length {cap}",
-                why="--seq-length is the hard cap of prompt plus response",
-                fix="lower the first or raise the second",
+                why="--seq-length is the upper limit of prompt plus response",
+                fix=f"lower {option_of(dest)} or raise --seq-length",
             )
     prompt = draft["rollout_max_prompt_len"]
     if context is not None and prompt is not None and prompt > context - 1:
@@ -362,9 +361,9 @@ def _lengths(draft: Draft) -> None:
     if overlong is not None and overlong > longest:
         raise UserError(
             f"--overlong-buffer-len {overlong} is more than --rollout-max-response-len {longest}",
-            why="the penalty begins so many tokens before the limit, so that every answer would "
-            "have some",
-            fix=f"pass at most {longest}; a fifth, {max(longest // 5, 1)}, is as published",
+            why="the penalty begins that many tokens before the limit, so every answer would be "
+            "penalised",
+            fix=f"pass at most {longest}; the paper uses a fifth, {max(longest // 5, 1)}",
         )
 
 
@@ -377,25 +376,25 @@ def _sampling(draft: Draft) -> None:
         )
     if draft["num_epoch"] is not None and draft["streaming_data"]:
         raise UserError(
-            "--num-epoch needs the number of prompts, which a streamed data set does not tell",
+            "--num-epoch needs the number of prompts, which is unknown for a streamed data set",
             fix="pass --num-rollout, or leave --streaming-data out",
         )
     if draft["over_sampling_batch_size"] < draft["rollout_batch_size"]:
         raise UserError(
             f"--over-sampling-batch-size {draft['over_sampling_batch_size']} is less than "
             f"--rollout-batch-size {draft['rollout_batch_size']}",
-            fix="let it be at least as large",
+            fix=f"pass --over-sampling-batch-size {draft['rollout_batch_size']} or more",
         )
 
 
 def _evaluation(draft: Draft) -> None:
     samples = draft["n_samples_per_eval_prompt"]
-    most = max(draft["eval_pass_k"] or (0,))
-    if most > samples and not draft["eval_config"]:
+    largest = max(draft["eval_pass_k"] or (0,))
+    if largest > samples and not draft["eval_config"]:
         raise UserError(
-            f"--eval-pass-k {most} needs at least as many samples of each evaluation prompt",
+            f"--eval-pass-k {largest} needs at least as many samples of each evaluation prompt",
             why=f"--n-samples-per-eval-prompt is {samples}",
-            fix=f"pass --n-samples-per-eval-prompt {most} or more, or a smaller --eval-pass-k",
+            fix=f"pass --n-samples-per-eval-prompt {largest} or more, or a smaller --eval-pass-k",
         )
 
 
@@ -411,21 +410,20 @@ def _layer_spec(draft: Draft) -> None:
     if family := BUILT_IN.get(spec[0]):
         draft.values["spec"] = ()
         draft.warnings.append(
-            f"--spec {' '.join(spec)} is not imported: the layers of {family} are built in, by the "
-            "table of its family"
+            f"--spec {' '.join(spec)} is not imported: slime builds the layers of {family} itself"
         )
 
 
 def _names(draft: Draft) -> None:
     if (stage := draft["stage"]) is not None and re.search(r"[\s()~]|^.{101}", stage):
         why = (
-            "the settings of a stage are config.<stage>.json, apart from the copies that file "
-            "managers make"
+            "a stage's settings are stored as config.<stage>.json, which must not look like the "
+            "copies that file managers make"
         )
         raise UserError(
             f"--stage {stage!r} is no single word",
             why=why,
-            fix="give it a short word without blanks",
+            fix="use at most 100 characters, without blanks, brackets or ~",
         )
     for dest, fix in (
         ("run_name", "put the path into --output-dir"),
@@ -435,8 +433,8 @@ def _names(draft: Draft) -> None:
         if name is not None and (name in ("", ".", "..") or "/" in name):
             raise UserError(
                 f"{option_of(dest)} {name!r} is no name of a folder",
-                why="the run folder is --output-dir/--run-name, one level deep, so that "
-                "tensorboard finds all runs; folders of a stage are inside",
+                why="the run folder is --output-dir/--run-name, one level deep, where TensorBoard "
+                "finds all runs; folders of a stage are inside it",
                 fix=f"leave the slash out; {fix}",
             )
 
@@ -456,7 +454,10 @@ def _debug(draft: Draft) -> None:
     for dest, fields in path_patterns.FIELDS.items():
         if (pattern := draft[dest]) is not None:
             path_patterns.check(
-                pattern, option_of(dest), fields=fields, num_rollout=_compared(draft, dest)
+                pattern,
+                option_of(dest),
+                fields=fields,
+                num_rollout=_rollouts_to_tell_apart(draft, dest),
             )
     samples = draft["save_debug_rollout_data"]
     tensors = draft["save_debug_train_data"]
@@ -470,7 +471,7 @@ def _debug(draft: Draft) -> None:
         )
         raise UserError(
             f"--save-debug-rollout-data and --save-debug-train-data are both {samples}{both}",
-            why="one would write over the other",
+            why="one would overwrite the other",
             fix="give them different paths",
         )
 
@@ -484,8 +485,8 @@ def _profile(draft: Draft) -> None:
     if first >= end:
         raise UserError(
             f"--profile-step-start {first} is not before --profile-step-end {end}",
-            why="the second is the step behind the last that is profiled",
-            fix="--profile-steps 3:5 profiles the steps 3 and 4",
+            why="--profile-step-end is the first step that is no longer profiled",
+            fix="write for example --profile-steps 3:5 to profile steps 3 and 4",
         )
     if rollouts and first >= rollouts:
         raise UserError(
@@ -494,24 +495,24 @@ def _profile(draft: Draft) -> None:
             fix=f"pass --profile-steps 0:{min(rollouts, 2)}",
         )
     ranks = draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"]
-    if (beyond := max(draft["profile_ranks"], default=0)) >= ranks and not draft[
-        "debug_rollout_only"
-    ]:
+    highest = max(draft["profile_ranks"], default=0)
+    if highest >= ranks and not draft["debug_rollout_only"]:
         raise UserError(
-            f"--profile-ranks {beyond} is no trainer rank", why=f"they are 0 to {ranks - 1}"
+            f"--profile-ranks {highest} is no trainer rank",
+            why=f"trainer ranks are 0 to {ranks - 1}",
         )
 
 
-def _compared(draft: Draft, dest: str) -> int:
-    """Rollouts that must have paths of their own; each export may replace the last one, and what is
-    read may be one file."""
+def _rollouts_to_tell_apart(draft: Draft, dest: str) -> int:
+    """How many rollouts need distinct paths. One is enough for a file that is only read, and for
+    --save-hf without the rollout in its path, where each export replaces the last."""
     one_for_all = dest == "ci_load_grad_norm" or (
         dest == "save_hf" and not path_patterns.names_rollout(draft[dest])
     )
     return 1 if one_for_all else draft["num_rollout"] or 1
 
 
-#: Functions that may give advantages, or groups, of their own.
+#: Functions of the user that may set advantages or form groups.
 _OWN_SIGNAL = (
     "custom_reward_post_process_path",
     "custom_convert_samples_to_train_data_path",
@@ -525,17 +526,17 @@ _OWN_SIGNAL = (
 
 
 def _check_signal(draft: Draft) -> None:
-    """Refuse what trains for hours and cannot learn."""
+    """Refuse flags with which every advantage, or the KL term, would be 0."""
     if draft["loss_type"] != "policy_loss":
         return
     estimator = draft["advantage_estimator"]
     own = any(draft[dest] for dest in _OWN_SIGNAL) or not draft["rewards_normalization"]
-    by_equation = draft.is_given("rollout_batch_size") and draft.is_given("global_batch_size")
-    asked = draft.is_given("n_samples_per_prompt") or by_equation
+    implied = draft.is_given("rollout_batch_size") and draft.is_given("global_batch_size")
+    asked = draft.is_given("n_samples_per_prompt") or implied
     if FACTS[estimator].group_relative and draft["n_samples_per_prompt"] == 1 and asked and not own:
         raise UserError(
             f"--advantage-estimator {estimator} learns nothing from one sample per prompt",
-            why="a reward counts relative to those of the other samples of its prompt, so every "
+            why="an advantage is a reward relative to the other samples of its prompt, so every "
             "advantage would be 0",
             fix="pass --n-samples-per-prompt 8, or --advantage-estimator reinforce_plus_plus "
             "--normalize-advantages",
@@ -554,8 +555,7 @@ def _check_signal(draft: Draft) -> None:
             "the cost of a forward pass in every step"
         )
     elif draft["use_kl_loss"] and draft["kl_loss_type"] == "k1" and not draft["use_unbiased_kl"]:
-        # the gradient of log π - log π_ref is that of log π, the mean of which over samples of π is
-        # 0
+        # ∇(log π - log π_ref) = ∇ log π, whose mean over samples of π is 0
         draft.warnings.append(
             "--use-kl-loss with --kl-loss-type k1 hardly keeps the model near the reference: the "
             "expectation of its gradient is 0 on policy; leave --kl-loss-type out (low_var_kl), or "
@@ -564,11 +564,11 @@ def _check_signal(draft: Draft) -> None:
 
 
 def incomplete(draft: Draft) -> Iterator[UserError]:
-    """Yield an error for each flag that a whole run needs, and a part of a run does not."""
+    """Yield an error for each missing flag that only a whole run needs."""
     for step in (
         _length,
         _model,
-        _evaluation_alone,
+        _evaluation_only,
         _prompts,
         _start,
         _saved_samples,
@@ -587,7 +587,7 @@ def _length(draft: Draft) -> None:
     if rollouts is None and epochs is None:
         raise UserError(
             "--num-rollout is required",
-            fix="pass --num-rollout, or --num-epoch to go over the data",
+            fix="pass --num-rollout, or --num-epoch to count passes over the data",
         )
     if rollouts is not None and epochs is not None:
         raise UserError(
@@ -599,12 +599,12 @@ def _model(draft: Draft) -> None:
     if draft["hf_checkpoint"] is None:
         raise UserError(
             "--hf-checkpoint is required",
-            why="tokenizer and architecture are read from it",
+            why="the tokenizer and the architecture are read from it",
             fix="pass a Hugging Face model directory (config.json, *.safetensors, tokenizer)",
         )
 
 
-def _evaluation_alone(draft: Draft) -> None:
+def _evaluation_only(draft: Draft) -> None:
     if draft["num_rollout"] == 0 and not (draft["eval_prompt_data"] or draft["eval_config"]):
         raise UserError(
             "--num-rollout 0 only evaluates, but there is no evaluation data",
@@ -621,8 +621,8 @@ def _prompts(draft: Draft) -> None:
     if draws and draft["prompt_data"] is None and draft["load_debug_rollout_data"] is None:
         raise UserError(
             "--prompt-data is required",
-            fix="pass a JSONL or Parquet file; --disable-rollout-global-dataset when the rollout "
-            "function has its own",
+            fix="pass a JSONL or Parquet file, or --disable-rollout-global-dataset if the rollout "
+            "function has its own prompts",
         )
 
 
@@ -643,8 +643,8 @@ def _saved_samples(draft: Draft) -> None:
         raise UserError(
             "--debug-train-only has nothing to train on",
             why="no engine is started, and no samples are loaded",
-            fix="pass --load-debug-rollout-data PATTERN, written before by "
-            "--save-debug-rollout-data",
+            fix="pass --load-debug-rollout-data PATTERN with files that --save-debug-rollout-data "
+            "wrote",
         )
 
 
@@ -661,8 +661,8 @@ def _some_engine(draft: Draft) -> None:
     if draft["debug_rollout_only"]:
         raise UserError(
             "--debug-rollout-only with external engines alone has nothing to start",
-            why="no trainer pushes to them, so they generate with whatever they hold",
-            fix="pass --rollout-num-gpus 1 for an engine of the run beside them, or leave "
+            why="without a trainer no weights are pushed to external engines",
+            fix="pass --rollout-num-gpus 1 to start an engine as well, or leave "
             "--debug-rollout-only out",
         )
 

@@ -1,4 +1,4 @@
-"""Checks of the flags of on-policy distillation, together with other flags."""
+"""Contradictions between the flags of on-policy distillation and other flags."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAY_SCORE = (
     "rollout_sample_hook_path",
     "custom_convert_samples_to_train_data_path",
 )
-#: Flags of functions that can set rewards.
+#: Flags that can set rewards.
 _MAY_REWARD = (*_MAY_SCORE, "rm_type")
 
 
@@ -41,19 +41,20 @@ def distillation(draft: Draft) -> None:
     ):
         raise UserError(
             f"--opd-loss {draft['opd_loss']} and an adapter of the output layer exclude each other",
-            why="distributions are computed blockwise from the output layer alone",
+            why="distributions are computed in blocks from the output layer's weight, without "
+            "adapters",
             fix="leave it out of --lora-target-modules, or pass --opd-loss sampled",
         )
     if draft["dynamic_sampling_filter_path"] and not any(draft[dest] for dest in _MAY_REWARD):
         raise UserError(
             "--dynamic-sampling-filter-path with --use-opd and no reward function",
-            why="every reward is then 0, and a filter of groups with equal rewards keeps none",
+            why="every reward is then 0, and a filter that drops groups of equal rewards drops all",
             fix="leave it out, or pass --rm-type",
         )
 
 
 def may_score(args: Any) -> bool:
-    """Whether a function of the user's may set ``teacher_log_probs``.
+    """Whether a user function may set ``teacher_log_probs``.
 
     Args:
         args: the flat view of the configuration.
@@ -71,7 +72,7 @@ def _trainer_teachers(draft: Draft) -> None:
     if any(teacher.source == BASE for teacher in teachers) and not draft["lora_rank"]:
         raise UserError(
             f"--opd-teacher-load {BASE} needs --lora-rank",
-            why="it is the model without adapters, and this run trains none",
+            why=f"{BASE} is the model without its adapters, and this run trains no adapters",
             fix="pass the directory of the model",
         )
 
@@ -102,9 +103,9 @@ def _engine_teachers(draft: Draft) -> None:
     if scores_itself and draft["use_sampling_mask"] and draft["opd_loss"] == "sampled":
         raise UserError(
             "--opd-type sglang and --use-sampling-mask exclude each other",
-            why=f"with {' and '.join(draft.truncations())} the policy's log-probs are over the "
-            "tokens that it could sample, but a teacher in an engine returns log-probs over the "
-            "whole vocabulary",
+            why=f"with {' and '.join(draft.truncations())} the policy's log-probs are normalised "
+            "over the tokens that could be sampled, but a teacher in an engine returns log-probs "
+            "over the whole vocabulary",
             fix="sample from the whole vocabulary, pass --no-use-sampling-mask, or pass "
             "--opd-teacher-load for a teacher in the trainer, which uses the policy's mask",
         )

@@ -1,5 +1,5 @@
-"""Checks of --multimodal-keys together with other flags: what does not take images is refused, for
-it would leave them out."""
+"""Checks of --multimodal-keys together with other flags. Flags whose feature would ignore images
+are refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from slime.config.draft import Draft
 from slime.config.flag import option_of
 from slime.errors import UserError
 
-#: Flag that is set → why it does not go with images.
+#: Flag → why it cannot be combined with images.
 _WITHOUT_IMAGES = {
     "use_opd": "the teacher would not see the images",
     "fake_quantisation": "the tower that sees images is not quantised",
@@ -16,7 +16,7 @@ _WITHOUT_IMAGES = {
     ),
     "custom_model_provider_path": "the model that it builds may have no tower",
 }
-#: Layouts that images are not trained with.
+#: Flags of virtual pipeline stages.
 _VIRTUAL = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
 
 
@@ -44,9 +44,9 @@ def images(draft: Draft) -> None:
     if draft["overlap_grad_reduce"] and not frozen:
         raise UserError(
             "--overlap-grad-reduce and a trained vision tower do not go together",
-            why="a micro-batch of text alone gives the tower no gradient, and the reduction would "
-            "wait for it",
-            fix="leave it out, or freeze both parts: --freeze-vision-tower "
+            why="a micro-batch without images gives the tower no gradient, and the reduction would "
+            "wait for one",
+            fix="leave --overlap-grad-reduce out, or freeze both parts: --freeze-vision-tower "
             "--freeze-vision-projector",
         )
 

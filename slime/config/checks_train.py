@@ -1,4 +1,4 @@
-"""Equations between flags of the trainer: layout, batches, algorithm, schedule, determinism."""
+"""Constraints between flags of the trainer: layout, batches, algorithm, schedule, determinism."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from slime.config.flag import DATA_LOSSES, option_of
 from slime.config.preferences import PREFERENCE_FACTS
 from slime.errors import UserError
 
-#: NCCL's algorithms that add up in the same order every time.
+#: NCCL's algorithms that sum in the same order every time.
 _DETERMINISTIC_NCCL = ("Tree", "Ring", "CollnetDirect", "CollnetChain", "^NVLS")
 
 
 def parallel(draft: Draft) -> None:
     if draft["debug_rollout_only"]:
-        # there is no trainer: fewer GPUs than its layout needs are what people take this for
-        return
-    _divides(draft, "actor")
-    if _has_own_gpus(draft):
-        _divides(draft, "critic")
+        return  # there is no trainer; this mode is often used where its layout would not fit
+    _check_divisible(draft, "actor")
+    if _has_critic_gpus(draft):
+        _check_divisible(draft, "critic")
     expert = draft["expert_model_parallel_size"]
     experts = draft.values.get("num_experts")
     if expert > 1 and experts is not None and experts % expert:
@@ -37,11 +36,11 @@ def parallel(draft: Draft) -> None:
     _virtual_stages(draft, draft["pipeline_model_parallel_size"])
 
 
-def _has_own_gpus(draft: Draft) -> bool:
-    """Tell whether there is a critic on GPUs of its own.
+def _has_critic_gpus(draft: Draft) -> bool:
+    """Whether there is a critic on GPUs of its own.
 
     Raises:
-        UserError: it has nodes without GPUs, or GPUs on no node.
+        UserError: only one of its number of nodes and its GPUs per node is 0.
     """
     nodes = draft["critic_num_nodes"]
     per_node = draft["critic_num_gpus_per_node"]
@@ -49,23 +48,23 @@ def _has_own_gpus(draft: Draft) -> bool:
         raise UserError(
             f"--critic-num-nodes {nodes} and --critic-num-gpus-per-node {per_node} contradict "
             "each other",
-            why="both are numbers of a critic on GPUs of its own; without such a critic both are 0",
+            why="both are above 0 for a critic on GPUs of its own, and both are 0 without one",
             fix="pass both with at least 1, or leave both out",
         )
     return nodes > 0
 
 
-def _divides(draft: Draft, role: str) -> None:
+def _check_divisible(draft: Draft, role: str) -> None:
     """
     Raises:
-        UserError: the GPUs of a role hold no whole copies of its model.
+        UserError: the number of GPUs of a role is not a multiple of its model-parallel size.
     """
     who = "critic" if role == "critic" else "trainer"
-    of_role = "critic_" if role == "critic" else ""
-    tensor = draft[f"{of_role}tensor_model_parallel_size"]
-    pipeline = draft[f"{of_role}pipeline_model_parallel_size"]
-    context = draft[f"{of_role}context_parallel_size"]
-    expert = draft[f"{of_role}expert_model_parallel_size"]
+    prefix = "critic_" if role == "critic" else ""
+    tensor = draft[f"{prefix}tensor_model_parallel_size"]
+    pipeline = draft[f"{prefix}pipeline_model_parallel_size"]
+    context = draft[f"{prefix}context_parallel_size"]
+    expert = draft[f"{prefix}expert_model_parallel_size"]
     nodes = draft[f"{role}_num_nodes"]
     per_node = draft[f"{role}_num_gpus_per_node"]
     world = nodes * per_node
@@ -76,24 +75,24 @@ def _divides(draft: Draft, role: str) -> None:
         for size in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
         if draft.is_given(f"critic_{size}_parallel_size")
     ]
-    whose = ""
-    if of_role:
-        whose = f" ({'; '.join([*own, 'other sizes are those of the policy'])})"
+    origin = ""
+    if prefix:
+        origin = f" ({'; '.join([*own, 'other sizes are those of the policy'])})"
     if world % model:
         raise UserError(
             f"{world} {who} GPUs cannot be divided by {model}",
             why=f"{gpus}; tensor × pipeline × context parallel size = {tensor} × {pipeline} × "
-            f"{context} = {model}{whose}",
+            f"{context} = {model}{origin}",
             fix="let the product of the parallel sizes divide the number of GPUs",
         )
-    expert_tensor = draft[f"{of_role}expert_tensor_parallel_size"] or tensor
+    expert_tensor = draft[f"{prefix}expert_tensor_parallel_size"] or tensor
     if expert > 1 and world % (expert_tensor * expert * pipeline):
         raise UserError(
             f"{world} {who} GPUs cannot be divided by {expert_tensor * expert * pipeline}",
             why=f"{gpus}; expert tensor × expert × pipeline parallel size = {expert_tensor} × "
-            f"{expert} × {pipeline}{whose}",
+            f"{expert} × {pipeline}{origin}",
             fix="let that product divide the number of GPUs; "
-            f"{option_of(of_role + 'expert_tensor_parallel_size')} 1 is usual",
+            f"{option_of(prefix + 'expert_tensor_parallel_size')} 1 is usual",
         )
 
 
@@ -130,13 +129,12 @@ def _virtual_stages(draft: Draft, pipeline: int) -> None:
     if (by_layers is not None or by_count is not None) and pipeline == 1:
         raise UserError("virtual pipeline stages need --pipeline-model-parallel-size of at least 2")
     dest = "microbatch_group_size_per_vp_stage"
-    ranks = pipeline
     group = draft.values.get(dest)
-    if group is not None and group < ranks:
+    if group is not None and group < pipeline:
         raise UserError(
-            f"{option_of(dest)} {group} is less than the pipeline parallel size {ranks}",
-            why="a pipeline rank would wait for the micro-batch that it has just sent on",
-            fix=f"pass {ranks} or more, or leave it out",
+            f"{option_of(dest)} {group} is less than the pipeline parallel size {pipeline}",
+            why="a pipeline rank would wait for a micro-batch that is still in later stages",
+            fix=f"pass {pipeline} or more, or leave it out",
         )
 
 
@@ -151,20 +149,20 @@ def _batches(draft: Draft) -> None:
     micro = draft["micro_batch_size"]
     batch = draft["global_batch_size"]
     is_static = not draft["use_dynamic_batch_size"] and not draft["debug_rollout_only"]
-    is_asked = draft.is_given("rollout_batch_size") or draft.is_given("global_batch_size")
-    if not (is_static and is_asked):
+    is_given = draft.is_given("rollout_batch_size") or draft.is_given("global_batch_size")
+    if not (is_static and is_given):
         return
     for role in ("actor", *(["critic"] if draft["critic_num_gpus_per_node"] else [])):
-        of_role = "critic_" if role == "critic" else ""
+        prefix = "critic_" if role == "critic" else ""
         model = math.prod(
-            draft[f"{of_role}{size}_parallel_size"]
+            draft[f"{prefix}{size}_parallel_size"]
             for size in ("tensor_model", "pipeline_model", "context")
         )
         data_parallel = draft[f"{role}_num_nodes"] * draft[f"{role}_num_gpus_per_node"] // model
         if batch % (micro * data_parallel):
             raise UserError(
                 f"global_batch_size {batch} cannot be divided by {micro * data_parallel}",
-                why=f"micro_batch_size × data-parallel size{' of the critic' if of_role else ''} = "
+                why=f"micro_batch_size × data-parallel size{' of the critic' if prefix else ''} = "
                 f"{micro} × {data_parallel} = {micro * data_parallel}",
                 fix="change --global-batch-size or --micro-batch-size, or leave --micro-batch-size "
                 "out: samples are then packed by tokens",
@@ -176,7 +174,7 @@ def _algorithm(draft: Draft) -> None:
     if draft["kl_coef"] != 0 and draft["kl_loss_coef"] != 0:
         raise UserError(
             "--kl-coef and --kl-loss-coef are both set",
-            fix="choose the penalty in the reward or in the loss",
+            fix="choose the KL penalty in the reward (--kl-coef) or in the loss (--kl-loss-coef)",
         )
     if FACTS[estimator].needs_critic:
         _critic(draft)
@@ -209,19 +207,19 @@ def _algorithm(draft: Draft) -> None:
     if loss in DATA_LOSSES and draft["n_samples_per_prompt"] != 1:
         raise UserError(
             f"--loss-type {loss} with --n-samples-per-prompt {draft['n_samples_per_prompt']}",
-            why="it trains on the data's own answers, one row per prompt",
+            why="this loss trains on the answers in the data, one per row",
             fix="pass --n-samples-per-prompt 1",
         )
 
 
-#: Estimators whose flags are those of GRPO: only baseline and divisor of their rewards differ.
-_GRPO_BUT_FOR_REWARDS = tuple(
+#: Estimators that differ from GRPO only in how a reward becomes an advantage within its group.
+_GRPO_WITH_OTHER_BASELINE = tuple(
     name
     for name, facts in FACTS.items()
     if name != "grpo" and replace(facts, name="grpo", std_normalized=True) == FACTS["grpo"]
 )
-#: Flags that replace baseline and divisor.
-_OWN_REWARDS = (
+#: Flags that replace the baseline and the divisor of rewards.
+_REPLACES_BASELINE = (
     "disable_rewards_normalization",
     "custom_reward_post_process_path",
     "custom_convert_samples_to_train_data_path",
@@ -231,11 +229,11 @@ _OWN_REWARDS = (
 
 def _check_baseline(draft: Draft) -> None:
     estimator = draft["advantage_estimator"]
-    own = [option_of(dest) for dest in _OWN_REWARDS if draft[dest]]
-    if estimator in _GRPO_BUT_FOR_REWARDS and own:
+    own = [option_of(dest) for dest in _REPLACES_BASELINE if draft[dest]]
+    if estimator in _GRPO_WITH_OTHER_BASELINE and own:
         draft.warnings.append(
-            f"--advantage-estimator {estimator} has no effect with {' and '.join(own)}: it is "
-            "grpo but for what rewards become within their group"
+            f"--advantage-estimator {estimator} has no effect with {' and '.join(own)}: it differs "
+            "from grpo only in how rewards are normalised within their group"
         )
 
 
@@ -255,31 +253,31 @@ def _check_sampling_mask(draft: Draft) -> None:
     ):
         raise UserError(
             "with --use-sampling-mask and --rollout-top-k 1 nothing is learned",
-            why="each token is drawn from one alone, so that its probability is 1 whatever the "
-            "policy, and its gradient 0",
+            why="only one token can be drawn at each position, so its probability is 1 under every "
+            "policy and its gradient is 0",
             fix="pass a larger --rollout-top-k",
         )
     if flags and not draft["use_sampling_mask"] and draft["loss_type"] not in DATA_LOSSES:
         draft.warnings.append(
-            f"{flags} leaves tokens out of what is sampled from, and log-probs are of the whole "
-            "vocabulary: ratios are those of another distribution, of which long runs have "
-            "collapsed (--use-sampling-mask corrects it; a generate function has to ask the engine "
-            "for return_sampling_mask)"
+            f"{flags} excludes tokens from sampling, but log-probs are over the whole vocabulary: "
+            "importance ratios are of another distribution than the sampled one, and long runs "
+            "have collapsed (--use-sampling-mask corrects this; a generate function has to ask the "
+            "engine for return_sampling_mask)"
         )
     engine = draft["rollout_engine"]
     unbounded = ENGINE_OPTIONS[engine].mask_needs_top_k and draft["rollout_top_k"] <= 0
     if draft["use_sampling_mask"] and unbounded:
         raise UserError(
             f"--use-sampling-mask with {flags}",
-            why=f"{engine} tells which tokens were left to be sampled from only where their number "
-            "is bounded, and without them log-probs are not those of what was sampled",
-            fix="leave --rollout-top-k out, or --no-use-sampling-mask for log-probs of the whole "
-            "vocabulary",
+            why=f"{engine} reports which tokens could be sampled only if top-k bounds their "
+            "number, and the mask is made of these tokens",
+            fix="leave --rollout-top-k out for the default bound, or pass --no-use-sampling-mask "
+            "for log-probs over the whole vocabulary",
         )
 
 
 def _trained(draft: Draft) -> None:
-    """Refuse flags of training that exclude each other."""
+    """Check flags of trained parameters, schedule, optimizer and weight updates."""
     if draft["only_train_params_name_list"] and draft["freeze_params_name_list"]:
         raise UserError(
             "--only-train-params-name-list and --freeze-params-name-list exclude each other",
@@ -289,20 +287,20 @@ def _trained(draft: Draft) -> None:
         raise UserError(
             "--use-checkpoint-opt-param-scheduler and --override-opt-param-scheduler exclude each "
             "other",
-            fix="give the first to keep the checkpoint's settings; without either, those of the "
-            "flags are taken",
+            fix="pass --use-checkpoint-opt-param-scheduler to keep the checkpoint's settings; "
+            "without both, the settings of the flags are used",
         )
     if draft["update_weight_transport"] == "disk" and draft["update_weight_disk_dir"] is None:
         raise UserError("--update-weight-transport disk needs --update-weight-disk-dir")
     if draft["offload_optimizer_states"] and draft["optimizer_cpu_offload"]:
         raise UserError(
             "--offload-optimizer-states and --optimizer-cpu-offload exclude each other",
-            why="with the first the moments live in host memory, with the second the master "
-            "weights too",
+            why="the first keeps Adam's moments in host memory, the second moments and master "
+            "weights",
             fix="give one",
         )
     if draft["optimizer_cpu_offload"]:
-        _streamed(draft)
+        _streamed_states(draft)
     if draft["min_lr"] > draft["lr"]:
         raise UserError(f"--min-lr {draft['min_lr']:g} is more than --lr {draft['lr']:g}")
     if draft["lr_warmup_init"] > draft["lr"]:
@@ -311,7 +309,7 @@ def _trained(draft: Draft) -> None:
         )
 
 
-def _streamed(draft: Draft) -> None:
+def _streamed_states(draft: Draft) -> None:
     """Check the precision of optimizer states in host memory."""
     for dest, possible in _STREAMED_DTYPES.items():
         value = draft.values.get(dest)
@@ -324,7 +322,7 @@ def _streamed(draft: Draft) -> None:
     if draft.values.get("fp8_param_gather"):
         raise UserError(
             "--fp8-param-gather with --optimizer-cpu-offload",
-            why="streamed master weights are copied to weights in 16 bits",
+            why="master weights from host memory are copied to 16-bit weights",
             fix="leave one out",
         )
     narrow = "bf16" in map(draft.values.get, ("exp_avg_dtype", "exp_avg_sq_dtype"))
@@ -335,7 +333,7 @@ def _streamed(draft: Draft) -> None:
         )
 
 
-#: Values of flags about the precision of optimizer states that --optimizer-cpu-offload knows.
+#: Precisions of optimizer states that --optimizer-cpu-offload supports, by flag.
 _STREAMED_DTYPES = {
     "exp_avg_dtype": ("fp32", "bf16"),
     "exp_avg_sq_dtype": ("fp32", "bf16"),
@@ -343,7 +341,7 @@ _STREAMED_DTYPES = {
     "main_grads_dtype": ("fp32",),
 }
 
-#: Learning rates below this one are those of full training.
+#: Learning rates below this are typical of full training.
 _FULL_TRAINING_LR = 1e-5
 
 
@@ -352,9 +350,9 @@ _WITHOUT_CRITIC = {
     "custom_advantage_function_path": "the critic learns the returns of generalised advantage "
     "estimation, which the function would replace",
     "disable_compute_advantages_and_returns": "the critic learns the returns",
-    "custom_model_provider_path": "the function builds a model of the vocabulary, and the critic "
-    "is built by the model's own table",
-    "spec": "the critic is built by the model's own table",
+    "custom_model_provider_path": "the function builds only the policy; the critic is built by "
+    "slime",
+    "spec": "the critic is built by slime, without the custom spec",
 }
 
 
@@ -366,23 +364,23 @@ def _critic(draft: Draft) -> None:
                 why=why,
                 fix=f"leave {option_of(dest)} out, or choose an estimator without a critic",
             )
-    alone = draft["num_critic_only_steps"]
+    critic_only = draft["num_critic_only_steps"]
     length = draft["num_rollout"]
-    if length and alone >= length:
+    if length and critic_only >= length:
         draft.warnings.append(
-            f"--num-critic-only-steps {alone} is the whole run of {length} rollouts: the policy is "
-            "not trained"
+            f"--num-critic-only-steps {critic_only} is the whole run of {length} rollouts: the "
+            "policy is not trained"
         )
 
 
 #: Flags that a reward model cannot be trained with, and why.
 _WITHOUT_REWARD_MODEL = {
-    "lora_rank": "its head is trained with all other weights, and an adapter has no head",
-    "eval_prompt_data": "engines would generate with it, and it has no vocabulary",
-    "eval_config": "engines would generate with it, and it has no vocabulary",
-    "custom_model_provider_path": "the function builds a model of the vocabulary",
-    "spec": "it is built by the model's own table",
-    "fake_quantisation": "no engine serves it",
+    "lora_rank": "a reward model has a new head, which an adapter does not contain",
+    "eval_prompt_data": "engines cannot generate with a reward model",
+    "eval_config": "engines cannot generate with a reward model",
+    "custom_model_provider_path": "the function builds a language model, without a reward head",
+    "spec": "reward models are built by slime, without the custom spec",
+    "fake_quantisation": "no engine serves a reward model",
 }
 
 
@@ -392,13 +390,13 @@ def _preferences(draft: Draft) -> None:
     loss = draft["preference_loss"]
     if draft.is_given("label_key") and PREFERENCE_FACTS[loss].takes_pairs:
         draft.warnings.append(
-            f"--label-key {draft['label_key']} has no effect with --preference-loss {loss}: which "
-            "answer is the better one is told by the columns"
+            f"--label-key {draft['label_key']} has no effect with --preference-loss {loss}: "
+            "--chosen-key and --rejected-key tell which answer is better"
         )
     if loss == "kto" and draft["rollout_batch_size"] < 2:
         raise UserError(
             "--preference-loss kto with --rollout-batch-size 1",
-            why="each prompt is scored with the answer of another row, too",
+            why="KTO also scores each prompt with the answer of another row",
             fix="pass --rollout-batch-size 2 or more",
         )
     if loss != "reward_model":
@@ -419,25 +417,25 @@ def _lora(draft: Draft) -> None:
         if draft[dest]:
             raise UserError(
                 f"{option_of(dest)} and --lora-rank exclude each other",
-                why="with adapters all weights of the base are frozen, and nothing else",
+                why="with adapters exactly the weights of the base model are frozen",
                 fix=f"leave {option_of(dest)} out; --lora-target-modules chooses the layers",
             )
     if draft["ref_update_interval"]:
         raise UserError(
             "--ref-update-interval and --lora-rank exclude each other",
-            why="the reference model is the base without adapters, or with that at --ref-load",
+            why="the reference is the base model, without adapters or with the one at --ref-load",
             fix="leave --ref-update-interval out",
         )
     if draft.values.get("moe_router_bias_update_rate"):
         raise UserError(
             "--moe-router-bias-update-rate and --lora-rank exclude each other",
-            why="it changes the base's routers, which a push of adapters does not bring to engines",
+            why="it changes routers of the base model, and only adapters are pushed to engines",
             fix="leave --moe-router-bias-update-rate out",
         )
     if draft["lora_dropout"] and draft["loss_type"] not in DATA_LOSSES:
         draft.warnings.append(
-            f"--lora-dropout {draft['lora_dropout']:g}: the policy that is trained differs from "
-            "the one that generated and was scored, which reinforcement learning takes for a step"
+            f"--lora-dropout {draft['lora_dropout']:g}: with dropout the trained policy's "
+            "log-probs differ from those of the policy that generated, even before the first step"
         )
     if draft["lr"] < _FULL_TRAINING_LR:
         draft.warnings.append(
@@ -447,15 +445,15 @@ def _lora(draft: Draft) -> None:
 
 
 def _deterministic(draft: Draft) -> None:
-    """``--deterministic-mode``: what is known to add up in another order each time is refused."""
+    """``--deterministic-mode``: refuse settings that are known to sum in varying order."""
     if not draft.values.get("deterministic_mode"):
         return
     algorithm = os.environ.get("NCCL_ALGO")
     if algorithm and algorithm not in _DETERMINISTIC_NCCL:
         raise UserError(
             f"--deterministic-mode with NCCL_ALGO={algorithm}",
-            why=f"deterministic are {', '.join(_DETERMINISTIC_NCCL)}",
-            fix="unset NCCL_ALGO (Ring is taken then), or set it to one of these",
+            why=f"only {', '.join(_DETERMINISTIC_NCCL)} are deterministic",
+            fix="unset NCCL_ALGO (Ring is used then), or set it to one of these",
         )
     if os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "1":
         raise UserError(
@@ -473,8 +471,7 @@ def _expressions(draft: Draft) -> None:
                 raise UserError(
                     f"{option_of(dest)} {expression} is no regular expression",
                     why=str(error),
-                    fix="names are searched with Python's re.search; write \\( for a bracket that "
-                    "is meant",
+                    fix="names are matched by Python's re.search; write \\( for a literal bracket",
                 ) from error
 
 
@@ -483,15 +480,15 @@ def _loss_scale(draft: Draft) -> None:
     if scale not in (None, 1.0) and not draft["fp16"]:
         raise UserError(
             f"--loss-scale {scale:g} needs --fp16",
-            why="only a loss in float16 is scaled, and Megatron would divide the gradients by it "
-            "all the same",
+            why="only float16 losses are scaled, but Megatron would divide all gradients by the "
+            "scale",
             fix="leave it out",
         )
 
 
 def _schedule(draft: Draft) -> None:
-    """Refuse flags with which Megatron's schedule of learning rate and weight decay would stop, or
-    would have to choose."""
+    """Refuse schedules of learning rate and weight decay that Megatron rejects or that are
+    ambiguous."""
     for same in (
         ("lr_decay_iters", "lr_decay_samples"),
         ("lr_warmup_fraction", "lr_warmup_samples", "lr_warmup_iters"),
@@ -502,7 +499,7 @@ def _schedule(draft: Draft) -> None:
     if draft["lr_decay_style"] == "WSD" and draft["lr_wsd_decay_iters"] is None:
         raise UserError(
             "--lr-decay-style WSD needs --lr-wsd-decay-iters",
-            why="it is the length of the last phase, in which the learning rate decays",
+            why="the last phase, in which the learning rate decays, needs a length",
             fix="pass the number of optimizer steps",
         )
     start = draft["start_weight_decay"]
@@ -511,7 +508,7 @@ def _schedule(draft: Draft) -> None:
     if end < start:
         raise UserError(
             f"--end-weight-decay {end:g} is less than --start-weight-decay {start:g}",
-            why="Megatron's schedule of the weight decay only rises",
+            why="Megatron's weight decay schedule can only increase",
         )
     if style != "constant" and start == end:
         raise UserError(
@@ -528,7 +525,7 @@ def _schedule(draft: Draft) -> None:
 
 
 def _ci_test(draft: Draft) -> None:
-    """Name what ``--ci-test`` asserts in the reference system and cannot assert of this run."""
+    """Warn of assertions of the reference system's ``--ci-test`` that this run leaves out."""
     if not draft["ci_test"]:
         return
     left_out = []
@@ -540,19 +537,16 @@ def _ci_test(draft: Draft) -> None:
             )
         if draft["use_kl_loss"] and draft["use_rollout_routing_replay"]:
             left_out.append(
-                "the KL to the reference, as --use-rollout-routing-replay routes the policy's "
-                "tokens alone"
+                "the KL to the reference, as --use-rollout-routing-replay replays routing only in "
+                "the policy"
             )
     if draft["use_fault_tolerance"]:
-        left_out.append(
-            "the recovery from engines that the CI itself kills, as nothing is killed here"
-        )
+        left_out.append("the recovery from killed engines, as this system's --ci-test kills none")
     if left_out:
         draft.warnings.append(f"--ci-test does not check {'; nor '.join(left_out)}")
 
 
-#: What refuses contradictions, in its order: each raises a `UserError`. `slime.config.checks` goes
-#: through them.
+#: Checks in the order in which `slime.config.checks` runs them; each raises a `UserError`.
 STEPS = (
     parallel,
     _precision,

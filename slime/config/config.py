@@ -1,4 +1,4 @@
-"""`Config`: the resolved, frozen configuration of a run, and the views that others take of it."""
+"""`Config`: the resolved, frozen configuration of a run, with views for hooks and for display."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class MissingFlag(AttributeError):
 
 
 class FlatArgs(argparse.Namespace):
-    """A namespace of all flags. It is a copy: what a hook sets on it stays among hooks, the
-    `Config` is frozen.
+    """A mutable namespace of all flags. It is a copy: hooks see what other hooks set on it, and
+    the `Config` does not change.
 
     Example:
         >>> args = config.flat()
@@ -74,8 +74,7 @@ class FlatArgs(argparse.Namespace):
 
 
 def _mutable(value: Any) -> Any:
-    """Tuples become lists, as plugins expect of flags with several values; dicts and lists are
-    copied."""
+    """Return tuples as lists, which plugins expect, and copies of dicts and lists."""
     if isinstance(value, tuple):
         return [_mutable(item) for item in value]
     return copy.deepcopy(value) if isinstance(value, (dict, list)) else value
@@ -90,7 +89,7 @@ class Config:
             "default", or "derived: <formula>". Flags of Megatron and SGLang are there when the user
             set them.
         extra: names of --custom-config-path that are no flags; hooks find them in `flat()`.
-        warnings: remarks for the user that are no errors.
+        warnings: messages for the user that are no errors.
 
     Example:
         >>> config = make_config(
@@ -128,8 +127,8 @@ class Config:
     # -- views -------------------------------------------------------------------------------------
 
     def values(self) -> dict[str, Any]:
-        """Every flag of ours, and those of Megatron and SGLang that the user set, by name with
-        underscores."""
+        """All of slime's flags, and the flags of Megatron and SGLang that the user set, by name
+        with underscores."""
         specs = all_flags()
         found = {}
         for dest in self.origins:
@@ -144,26 +143,24 @@ class Config:
     def flat(self) -> FlatArgs:
         """``args`` for hooks: a new mutable namespace of every flag, unset ones at their defaults.
 
-        Lists are lists there (tuples here); Megatron's, SGLang's and the router's flags are in it
-        under their command-line names: ``args.num_layers``, ``args.sglang_mem_fraction_static``,
-        ``args.router_policy``.
+        Tuples become lists. Megatron's, SGLang's and the router's flags have their command-line
+        names: ``args.num_layers``, ``args.sglang_mem_fraction_static``, ``args.router_policy``.
         """
         flat: dict[str, Any] = {}
-        mine = self.values()
+        resolved = self.values()
         for dest, spec in all_flags().items():
-            value = mine.get(dest, spec.default)
+            value = resolved.get(dest, spec.default)
             flat[dest] = value
             for alias in spec.meta.aliases:
                 flat.setdefault(alias.replace("-", "_"), value)
         return FlatArgs({**flat, **self.extra})
 
     def for_hiding(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the arguments of `slime.redact.remember`: the flags, and what hooks find beside
-        them."""
+        """Return the arguments of `slime.redact.remember`: the flags, and ``extra``."""
         return self.values(), self.extra
 
     def describe(self) -> str:
-        """What was set or derived, one line per flag with its origin; defaults are left out."""
+        """One line with value and origin for each flag that is set or derived, by group."""
         specs = all_flags()
         lines = []
         for group in GROUPS:
@@ -199,11 +196,12 @@ class Config:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Config:
-        """The configuration that `save` wrote, as it was resolved then: nothing is derived again.
+        """Read the file that `save` wrote. Values stay as they were resolved; none is derived
+        again.
 
         Raises:
-            UserError: not such a file, one that has changed since, or one of a version with other
-                flags.
+            UserError: the file is not a configuration, has changed since it was written, or comes
+                from a version with other flags.
         """
         specs = all_flags()
         try:
@@ -221,8 +219,8 @@ class Config:
             raise UserError(
                 f"{path} is damaged",
                 why=(
-                    "it is not what the run wrote: its checksum is another; to change a flag, "
-                    "repeat the command of the run with it, --load and --save"
+                    "its checksum does not match its content; to change a flag, repeat the "
+                    "command of the run with that flag, --load and --save"
                 ),
             )
         unknown = [dest for dest in origins if dest not in specs]
@@ -255,8 +253,8 @@ def build(
     extra: dict[str, Any],
     warnings: tuple[str, ...] = (),
 ) -> Config:
-    """The frozen groups from resolved values by dest; foreign flags among them go into the groups'
-    dicts."""
+    """Build the `Config` from resolved values by dest. Flags of Megatron and SGLang go into the
+    dicts of their groups."""
     groups: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
     specs = all_flags()
     for dest, value in values.items():

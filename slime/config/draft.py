@@ -1,5 +1,5 @@
-"""A configuration while it is being resolved: what the user set, what follows from it, where each
-value came from."""
+"""A configuration while it is being resolved: what the user set, what is derived, where each value
+comes from."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class UserFlags:
         self.origins[dest] = origin
 
     def update(self, other: UserFlags) -> None:
-        """Take over the flags of ``other``, which take precedence."""
+        """Add the flags of ``other``, which take precedence."""
         self.values.update(other.values)
         self.origins.update(other.origins)
         self.extra.update(other.extra)
@@ -52,14 +52,14 @@ class Draft:
     """Flags on their way to a `Config`.
 
     Attributes:
-        values: by dest; None where nothing is known yet.
+        values: by dest; None for what is not derived yet.
         origins: by dest.
         given: what the user set.
         specs: every flag by dest.
         entry: "train" or "train_async".
-        is_run: of a whole run, which has the defaults of one; else of a part of the system, which
-            asks for nothing.
-        warnings: remarks that are no errors.
+        is_run: the flags are of a whole run, with its defaults, rather than of a command that uses
+            a part of the system.
+        warnings: messages that are no errors.
     """
 
     values: dict[str, Any]
@@ -74,7 +74,7 @@ class Draft:
     def with_defaults(
         given: UserFlags, specs: Mapping[str, FlagSpec], entry: str, is_run: bool = False
     ) -> Draft:
-        """Constant defaults of our flags, and the given values over them."""
+        """Return a draft with the given values over the constant defaults of slime's flags."""
         values = {dest: spec.default for dest, spec in specs.items() if not spec.sections}
         origins = dict.fromkeys(values, "default")
         return Draft(
@@ -88,11 +88,11 @@ class Draft:
         return dest in self.given.values
 
     def differs(self, dest: str) -> bool:
-        """Whether the user asked for something else than the default."""
+        """Whether the user set a value other than the default."""
         return self.is_given(dest) and self.values[dest] != self.specs[dest].default
 
     def truncations(self) -> list[str]:
-        """The flags, with their values, that leave tokens out of what is sampled from."""
+        """The flags, with their values, that exclude tokens from sampling."""
         off = {"rollout_top_k": (None, -1), "rollout_top_p": (1.0,), "rollout_min_p": (0.0,)}
         return [f"{option_of(dest)} {self[dest]:g}" for dest in off if self[dest] not in off[dest]]
 

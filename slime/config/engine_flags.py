@@ -1,8 +1,8 @@
-"""``--sglang-…`` and ``--router-…``: the command lines of SGLang's server and of sglang-router,
-behind a prefix.
+"""``--sglang-…`` and ``--router-…``: the options of SGLang's server and of sglang-router, with a
+prefix.
 
-Their options are generated tables (`tools/make_flag_tables.py`): those of the newest SGLang, with
-what the other supported releases have in their place, and those of the pinned router.
+`tools/make_flag_tables.py` generates the tables of options: of the newest supported SGLang, with
+the differences of the other supported releases, and of the pinned router.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from slime.documentation import with_doc_urls
 
 @dataclass(frozen=True)
 class EngineFlags:
-    """What the flags must know of an engine, before anything of it is imported; the rest is
+    """Facts about an engine that flags need without importing the engine; other facts are in
     `slime.engines.kinds`.
 
     Attributes:
-        section: of the flags that are its own options; "" where its options are flags like all
-            others.
+        section: the `FlagSpec.sections` name of the engine's own options; "" if it has none.
         spans_nodes: one engine may have GPUs of several nodes.
         splits_prefill: some engines may prefill for others that decode.
-        mask_needs_top_k: it tells which tokens were left to be sampled from only where top-k bounds
+        mask_needs_top_k: the engine reports the tokens that could be sampled only if top-k bounds
             their number.
     """
 
@@ -39,7 +38,7 @@ class EngineFlags:
     mask_needs_top_k: bool = False
 
 
-#: By the name of ``--rollout-engine``.
+#: Value of ``--rollout-engine`` → its facts.
 ENGINE_OPTIONS = {
     "embedded": EngineFlags(),
     "sglang": EngineFlags("sglang", spans_nodes=True, splits_prefill=True, mask_needs_top_k=True),
@@ -51,12 +50,12 @@ def _reserved(table: list[dict[str, Any]]) -> dict[str, str]:
 
 
 _RESERVED = read_table("reserved_engine_options.toml")
-#: Options of SGLang's server that this system sets itself. name → reason
+#: Options of SGLang's server that slime sets itself. name → reason
 SGLANG_RESERVED: dict[str, str] = _reserved(_RESERVED["sglang"])
-#: The same of the router.
+#: Options of the router that slime sets itself. name → reason
 ROUTER_RESERVED: dict[str, str] = _reserved(_RESERVED["router"])
 
-#: Single values of SGLang's arguments that ask for speed alone. name -> value -> (what is taken,
+#: Values of SGLang's options that affect only speed and are replaced. name → value → (replacement,
 #: reason)
 SGLANG_INSTEAD: dict[str, dict[str, tuple[str, str]]] = {
     "moe_a2a_backend": {
@@ -74,7 +73,7 @@ class ForeignArg:
     """One argument of another program's command line.
 
     Attributes:
-        name: its first long option without dashes, with underscores.
+        name: the first long option, without leading dashes, with underscores.
         kind: "bool" (no value), "int", "float", "str" or "json".
         many: takes one or more values.
         value_optional: may be given without a value.
@@ -100,15 +99,15 @@ def _sglang_table() -> dict[str, Any]:
 
 @functools.cache
 def stored_sglang_args() -> tuple[str, list[ForeignArg]]:
-    """(version, arguments) of the newest SGLang that is supported."""
+    """(version, arguments) of the newest supported SGLang."""
     table = _sglang_table()
     return table["version"], [record_of(ForeignArg, row) for row in table["arguments"]]
 
 
 @functools.cache
 def sglang_args() -> tuple[str, list[ForeignArg]]:
-    """(version, arguments) of the installed SGLang: those of the release of its number, or of the
-    one before it where there is no table of that. Without SGLang those of the newest one."""
+    """(version, arguments) of the installed SGLang. A release without a table has the arguments of
+    the closest earlier one. Without SGLang: those of the newest supported release."""
     newest, arguments = stored_sglang_args()
     try:
         installed = importlib.metadata.version("sglang")
@@ -130,11 +129,11 @@ def _numbers(version: str) -> list[int]:
 
 
 def sglang_that_has(option: str) -> tuple[str, str] | None:
-    """(installed version, version that has it) for an option of SGLang that the installed one
-    lacks, else None.
+    """Return (installed version, newest supported version) if only the latter has the option, else
+    None.
 
     Args:
-        option: "sglang-mem-fraction-static".
+        option: for example "sglang-mem-fraction-static".
     """
     version, arguments = sglang_args()
     stored_version, stored = stored_sglang_args()
@@ -147,20 +146,20 @@ def sglang_that_has(option: str) -> tuple[str, str] | None:
 
 @functools.cache
 def sglang_flags() -> dict[str, FlagSpec]:
-    """``--sglang-<name>`` for everything SGLang's server accepts, by dest."""
+    """``--sglang-<name>`` for each option of SGLang's server, by dest."""
     version, arguments = sglang_args()
     return with_prefix("sglang", arguments, SGLANG_RESERVED, f"sglang {version}")
 
 
 @functools.cache
 def router_flags() -> dict[str, FlagSpec]:
-    """``--router-<name>`` for everything sglang-router accepts, by dest."""
+    """``--router-<name>`` for each option of sglang-router, by dest."""
     table = read_table("sglang_router.json")
     arguments = [record_of(ForeignArg, row) for row in table["arguments"]]
     origin = f"sglang-router {table['version']}"
     flags = with_prefix("router", arguments, ROUTER_RESERVED, origin)
     policy = flags["router_policy"]
-    # launch scripts of the reference system use its other names
+    # launch scripts of the reference system use these other names of the policy
     flags["router_policy"] = replace(
         policy,
         choices=(*policy.choices, "consistent_hashing"),
@@ -205,8 +204,7 @@ def with_prefix(
 
 
 def to_argv(settings: dict[str, Any]) -> list[str]:
-    """The command line of another program for settings as `Config.engine.sglang` and `.router` hold
-    them.
+    """Return settings, as `Config.engine.sglang` and `.router` hold them, as command-line words.
 
     Example:
         >>> to_argv({

@@ -1,5 +1,5 @@
-"""A record of each ``--advantage-estimator``: the needs of the flags around it, the checks and the
-defaults follow from it. What an estimator computes is its row in `slime.algorithms.estimators`.
+"""Facts about each ``--advantage-estimator``, from which conditions, checks and defaults of other
+flags follow. `slime.algorithms.estimators` has the computation of each.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-#: The values of the flag.
+#: Values of ``--advantage-estimator``.
 EstimatorName = Literal[
     "grpo",
     "dr_grpo",
@@ -24,29 +24,27 @@ EstimatorName = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatorFacts:
-    """The flags that act on an estimator, and what it asks for. No fact has a default.
+    """Which flags affect an estimator, and what it needs. No fact has a default.
 
     Attributes:
-        group_relative: a reward counts relative to those of the other samples of its prompt.
+        group_relative: a reward counts relative to the other samples of its prompt.
         std_normalized: centred rewards are divided by the standard deviation of their group.
-        reuses_train_logprobs: with one optimizer step per rollout the training pass's log-probs may
-            serve as the old policy's, which saves a pass.
-        takes_token_kl: ``--kl-coef`` acts: the KL to the reference is a part of each token's
-            reward.
+        reuses_train_logprobs: with one optimizer step per rollout, the training pass's log-probs
+            may serve as the old policy's, which saves a forward pass.
+        takes_token_kl: ``--kl-coef`` acts: the KL to the reference is part of each token's reward.
         discounts: ``--gamma`` acts.
         needs_whitening: advantages have to be normalised over the batch
             (``--normalize-advantages``).
         clips_ratio: ``--eps-clip`` and ``--eps-clip-high`` act.
         dual_clip: ``--eps-clip-c`` acts.
-        clips_weight: ``--eps-clip`` bounds the importance weight instead of the loss; as published
-            from above alone.
-        averages_group: each group counts alike and within it each trained token, instead of each
-            trajectory alike and within it each of its tokens. ``--calculate-per-token-loss``
+        clips_weight: ``--eps-clip`` bounds the importance weight instead of the loss (only from
+            above in the paper).
+        averages_group: the loss is a mean over groups of means over their trained tokens, instead
+            of a mean over trajectories of means over theirs. ``--calculate-per-token-loss``
             overrides both.
-        sums_tokens: a trajectory's token losses are summed and divided by
-            ``--rollout-max-response-len``, whatever its length, instead of by its own length.
-        needs_critic: advantages are computed from the values of a critic, a second model that
-            learns.
+        sums_tokens: a trajectory's summed token losses are divided by
+            ``--rollout-max-response-len`` instead of by the trajectory's length.
+        needs_critic: advantages are computed from the values of a critic, a second trained model.
     """
 
     name: EstimatorName
@@ -89,7 +87,7 @@ _REINFORCE_PLUS_PLUS = replace(
     needs_whitening=True,
 )
 
-#: An estimator is a record of its own, or says how it differs from another.
+#: Estimator → its facts, many of them as differences from another estimator.
 FACTS: dict[str, EstimatorFacts] = {
     facts.name: facts
     for facts in (
@@ -113,7 +111,7 @@ FACTS: dict[str, EstimatorFacts] = {
 
 
 def estimators_where(fact: str, is_so: bool = True) -> tuple[str, ...]:
-    """The names of the estimators for which a fact is true, or false.
+    """The names of the estimators whose ``fact`` equals ``is_so``.
 
     Example:
         >>> estimators_where("discounts")

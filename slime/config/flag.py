@@ -1,5 +1,4 @@
-"""What a flag is: the declaration that `--help`, docs/flags.md, the checks and the refusals are
-made from.
+"""Declarations of flags, from which `--help`, docs/flags.md and the checks are made.
 
     temperature: float = flag(1.0, range=more_than(0))  →  --temperature 0.7
     colocate: bool = flag(False)                        →  --colocate, and --no-colocate to undo it
@@ -10,8 +9,8 @@ made from.
     eps_clip_c: float | None = flag(
         None, needs=unless("advantage_estimator", "cispo", why="CISPO clips the weight"))
 
-The annotation gives the type, the docstring under the field the help text. Megatron's, SGLang's and
-the router's flags have the same record, from the tables in `megatron_flags` and `engine_flags`.
+The annotation is the type, and the docstring under the field is the help text. `megatron_flags` and
+`engine_flags` make the same records (`FlagSpec`) of the flags of Megatron, SGLang and the router.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ _KEY = "slime_flag"
 
 Kind = Literal["bool", "int", "float", "str", "json", "int_or_list"]
 
-#: The parts of a run that may read a flag; a run may lack some of them (`slime.config.parts`). The
-#: memory plan and the launch checks read flags on behalf of these, and are no parts.
+#: Parts of a run that may read a flag; a run may lack some of them (`slime.config.parts`). The
+#: memory plan and the launch checks are no parts: they read flags on behalf of parts.
 Part = Literal[
-    "config",  # worked into other flags when a configuration is resolved
+    "config",  # resolution: other flags are derived from it
     "driver",
-    "collection",  # the rollout process, as it draws prompts and collects what is trained on
-    "generation",  # the same, as it asks engines and rewards, for evaluations too
-    "samples",  # the same, as it makes batches of samples
-    "trainer",  # its ranks, whatever they do
-    "training",  # the same, as they take steps and save
-    "push",  # weights, from trainer to engines
+    "collection",  # rollout process: draws prompts and collects training samples
+    "generation",  # rollout process: requests to engines and rewards, also for evaluation
+    "samples",  # rollout process: batches of samples
+    "trainer",  # trainer ranks, in whatever they do
+    "training",  # trainer ranks: optimizer steps and checkpoints
+    "push",  # weights from trainer to engines
     "engine",
     "router",
 ]
@@ -63,9 +62,9 @@ class Interval:
     """Numbers from ``low`` to ``high``; NaN is in none.
 
     Attributes:
-        above, below: an end itself is not in it. Below infinity means finite.
-        or_minus_one: -1 has a meaning of its own.
-        what: what the number is, for errors.
+        above, below: exclude the end ``low`` or ``high``. Below infinity means finite.
+        or_minus_one: -1 is allowed too, with a special meaning.
+        what: what the number is, for error messages.
 
     Example:
         >>> Interval(0, 1, above=True).words
@@ -115,13 +114,13 @@ SEED = Interval(0, 2**32 - 1, what="a seed of every generator, NumPy's included"
 FRACTION = Interval(0, 1, what="a fraction")
 WEIGHT = finite(0, "the weight of a loss")
 
-# -- what a flag acts with -------------------------------------------------------------------------
+# -- conditions under which a flag has an effect ---------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Condition:
-    """A flag has one of ``values``, or any true value where none is named; ``negated``: it has
-    not."""
+    """The flag ``dest`` has one of ``values``, or any true value if ``values`` is empty;
+    ``negated`` inverts this."""
 
     dest: str
     values: tuple[Any, ...] = ()
@@ -133,12 +132,12 @@ class Condition:
 
     @property
     def asked(self) -> str:
-        """``--loss-type policy_loss``, as one would write it; several values with "or" between
-        them."""
+        """The condition as a command line: ``--loss-type policy_loss``; several values are joined
+        by "or"."""
         return " ".join([option_of(self.dest), " or ".join(map(str, self.values))]).rstrip()
 
     def found(self, values: Mapping[str, Any]) -> str:
-        """Name the flag with the value that it has, for messages."""
+        """Return the flag with its current value, for messages."""
         return (
             f"{option_of(self.dest)} {values[self.dest]}" if self.values else option_of(self.dest)
         )
@@ -146,12 +145,12 @@ class Condition:
 
 @dataclass(frozen=True)
 class Requirement:
-    """A flag acts when one of ``conditions`` holds. Else it is refused: it would be ignored.
+    """A flag has an effect only if one of ``conditions`` holds. Otherwise it is refused.
 
     Attributes:
-        why: why it does nothing without them.
-        warns: a warning instead of a refusal: speed alone is at stake, or a function of the user's
-            own may read it.
+        why: why the flag has no effect without them.
+        warns: give a warning instead, because only speed depends on the flag, or because a user
+            function may read it.
     """
 
     conditions: tuple[Condition, ...]
@@ -204,17 +203,17 @@ def unless(dest: str, *values: Any, why: str = "", warns: bool = False) -> Requi
 NO_MTP = "training of multi-token-prediction layers is not in this version"
 #: There is something to evaluate.
 EVALUATES = on("eval_prompt_data") | on("eval_config", why="nothing is evaluated")
-#: `EVALUATES` for flags that say how to evaluate. Scripts that evaluate only at times keep them, so
-#: that it is a warning.
+#: `EVALUATES` for flags that say how to evaluate. It only warns, because scripts keep these flags
+#: when they skip evaluation.
 EVALUATION_SETTING = dataclasses.replace(EVALUATES, warns=True)
 #: Losses that train on the data's own answers.
 DATA_LOSSES = ("sft_loss", "preference_loss")
 #: Samples are drawn and trained on.
 SAMPLES = unless("loss_type", *DATA_LOSSES, why="the data's own answers are trained on")
-#: Engines generate something, if only for an evaluation.
+#: Engines generate, for training or only for evaluation.
 GENERATES = SAMPLES | EVALUATES
-#: `GENERATES` for flags that say where engines are. Scripts that also train on data keep them, so
-#: that it is a warning.
+#: `GENERATES` for flags that say where engines are. It only warns, because scripts keep these flags
+#: when they train on data.
 ENGINES = (
     unless(
         "loss_type", *DATA_LOSSES, why="training on the data's answers starts no engine", warns=True
@@ -229,24 +228,23 @@ POLICY_LOSS = unless("loss_type", *DATA_LOSSES, "custom_loss", why="it belongs t
 
 @dataclass(frozen=True)
 class FlagMeta:
-    """Facts about a flag beside its annotation.
+    """Facts about a flag that its annotation does not state.
 
     Attributes:
         name: the flag without dashes, where it differs from the field's name.
         aliases: further spellings that set the same field.
-        off: spelling that sets a boolean to False, where it is not ``--no-<name>``; "-" when there
-            is none. Of text with a default: spelling that sets it to "".
+        off: spelling that sets a boolean to False, if it is not ``--no-<name>``; "-" if there is
+            none. For text with a default: spelling that sets it to "".
         append: the flag may be repeated; each occurrence adds to the list.
         derived: formula of the default that `resolve` computes; empty when the default is a
             constant.
         range: allowed values of a number, or of each number of a list.
-        needs: the conditions under which it acts, all of them.
-        read_by: the parts of a run that read it; () is the group's ``READ_BY``.
+        needs: requirements, all of which must hold for the flag to have an effect.
+        read_by: the parts of a run that read it; () means the group's ``READ_BY``.
         refused: why setting this flag is not supported in this version; empty when it works.
-        refused_values: the same for single values of a flag that otherwise works.
-        instead: single values that ask for speed alone → what is taken in their place, with a
-            warning, and why.
-        is_reserved: refused at its default, too: this system sets it itself.
+        refused_values: unsupported values of a supported flag → why.
+        instead: values that affect only speed → (replacement, why); a warning tells the user.
+        is_reserved: also refused at its default, because slime sets it itself.
         no_effect: why setting this flag changes nothing, for a warning; empty when it does
             something.
     """
@@ -276,7 +274,7 @@ def flag(
     read_by: Part | tuple[Part, ...] = (),
     **meta: Any,
 ) -> Any:
-    """A dataclass field that is a flag with a constant default; see `FlagMeta` for the keywords."""
+    """Declare a dataclass field as a flag with a constant default; ``meta`` is as in `FlagMeta`."""
     needed = (needs,) if isinstance(needs, Requirement) else needs
     readers = (read_by,) if isinstance(read_by, str) else read_by
     metadata = {_KEY: FlagMeta(needs=needed, read_by=readers, **meta)}
@@ -286,8 +284,8 @@ def flag(
 
 
 def derived(formula: str, **meta: Any) -> Any:
-    """A flag whose default `slime.config.resolve` computes by ``formula``; never unset in a
-    resolved `Config` unless the annotation admits None."""
+    """Declare a flag whose default `slime.config.resolve` computes by ``formula``. A resolved
+    `Config` has None only if the annotation admits it."""
     return flag(None, derived=formula, **meta)
 
 
@@ -298,16 +296,16 @@ class FlagSpec:
     Attributes:
         dest: name in YAML files, `make_config` and `args`: the flag with underscores.
         group, attribute: where `Config` keeps the value: ``config.<group>.<attribute>``. A
-            flag that is always refused has no place there, and no attribute.
+            flag that is always refused has an empty attribute, as `Config` does not keep it.
         sections: for flags of Megatron and SGLang, the dicts of the group that get the value, if
             the user set it, under the key ``attribute``:
             ``config.megatron.transformer["moe_router_topk"]``.
-        kind: type of one value; ``many`` says that the flag takes a list of them (a tuple in
-            `Config`).
-        scalar_or_list: a list of one is kept as that one value.
+        kind: type of one value.
+        many: takes a list of values (a tuple in `Config`).
+        scalar_or_list: a list of one value is kept as that value.
         value_optional: may be given without a value.
-        optional: None is a value (unset).
-        meta: what was declared beside the type.
+        optional: None is allowed, and means unset.
+        meta: the declared facts.
         origin: "slime", "megatron-core <version>", "sglang <version>", ….
     """
 
@@ -336,7 +334,7 @@ class FlagSpec:
 
     @property
     def off(self) -> str:
-        """Spelling that sets a boolean to False, or text to nothing; empty when there is none."""
+        """Spelling that sets a boolean to False, or text to ""; "" if there is none."""
         if self.kind != "bool":
             return f"--{self.meta.off}" if self.meta.off.strip("-") else ""
         if self.meta.off:
@@ -349,7 +347,7 @@ class FlagSpec:
 
 
 def specs_of(group: str, cls: Any) -> list[FlagSpec]:
-    """The flags that a configuration group declares; its fields that are no flags are left out."""
+    """The flags that a configuration group declares, without its other fields."""
     hints = typing.get_type_hints(cls)
     docs = docs_of(cls)
     specs = []
@@ -392,7 +390,7 @@ class RefusedFlag:
 
 
 def refused_spec(group: str, cls: Any, row: RefusedFlag) -> FlagSpec:
-    """The flag of a row. `Config` has no place for it, as it cannot be set."""
+    """Return the flag of a row, which `Config` does not keep, as it cannot be set."""
     return FlagSpec(
         dest=row.name,
         group=group,
@@ -434,8 +432,7 @@ def docs_of(cls: type) -> dict[str, str]:
 
 
 def docs_of_class(node: ast.AST) -> dict[str, str]:
-    """Return the docstrings of a class's fields, by name, from its definition that was only
-    parsed."""
+    """Return the docstrings of a class's fields, by name, from its parsed definition."""
     assert isinstance(node, ast.ClassDef)
     docs = {}
     for statement, following in zip(node.body, node.body[1:], strict=False):

@@ -1,4 +1,4 @@
-"""All flags in one table, whoever declared them, and the spellings that lead to them.
+"""All flags in one table, slime's own and those of other programs, and their spellings.
 
 >>> spec = own_flags()["rollout_stop"]
 >>> spec.option, spec.group, spec.kind, spec.many
@@ -73,8 +73,8 @@ def own_flags() -> dict[str, FlagSpec]:
 
 @functools.lru_cache(maxsize=1)
 def all_flags() -> dict[str, FlagSpec]:
-    """Every flag by dest: ours, Megatron's, SGLang's and the router's; of two with one name, the
-    first wins."""
+    """Every flag by dest: slime's, Megatron's, SGLang's and the router's. If two have the same
+    name, the first in this order wins."""
     own = own_flags()
     flags = dict(own)
     for more in (native_flags(own), lm_flags(), router_flags(), sglang_flags()):
@@ -85,12 +85,12 @@ def all_flags() -> dict[str, FlagSpec]:
 
 @dataclass(frozen=True)
 class Spelling:
-    """What one word of a command line or one key of a YAML file does.
+    """What one word of a command line or one key of a YAML file sets.
 
     Attributes:
         spec: the flag that takes the value; None for a shorthand.
-        negated: the value is False (``--no-…``) where the flag is given, True where it is denied.
-        sets: values by dest of a shorthand.
+        negated: the spelling inverts the value: ``--no-…`` sets False, and ``no-…: false`` True.
+        sets: for a shorthand, the values that it sets, by dest.
     """
 
     spec: FlagSpec | None
@@ -100,7 +100,7 @@ class Spelling:
 
 @functools.lru_cache(maxsize=1)
 def spellings() -> dict[str, Spelling]:
-    """Every accepted name with dashes (``rollout-stop``, ``no-rope-fusion``) and what it does."""
+    """Every accepted name, with dashes (``rollout-stop``, ``no-rope-fusion``) → what it sets."""
     table: dict[str, Spelling] = {}
     for spec in all_flags().values():
         for option in spec.options:
@@ -115,8 +115,8 @@ def spellings() -> dict[str, Spelling]:
 
 
 def unknown_name(name: str, where: str) -> UserError:
-    """The error for a name that is no flag: what has its place if it is another system's, else the
-    nearest ones."""
+    """Return the error for a name that is no flag. It names the equivalent if the name belongs to
+    another system, else the closest flags."""
     known = spellings()
     dashed = name.replace("_", "-")
     if dashed in known:
@@ -146,7 +146,7 @@ def unknown_name(name: str, where: str) -> UserError:
 
 
 def nearest(name: str, names: Iterable[str], count: int = 2) -> list[str]:
-    """The closest spellings, nearest first; one only when it is clearly nearer than the next."""
+    """The closest spellings, best first; only the best if it is clearly closer than the next."""
     found = difflib.get_close_matches(name, list(names), n=count, cutoff=0.8)
     if len(found) > 1:
         ratios = [difflib.SequenceMatcher(None, name, other).ratio() for other in found]

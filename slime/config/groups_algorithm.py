@@ -68,8 +68,8 @@ class AlgorithmConfig:
         needs=on("loss_type", "preference_loss"),
         read_by=("driver", "collection", "samples", "training"),
     )
-    """What is learned from preferences: dpo, ipo, simpo, kto, or reward_model, whose result is a
-    model with one output, the reward."""
+    """Loss on preferences: dpo, ipo, simpo, kto, or reward_model, which trains a model with one
+    output, the reward."""
     custom_loss_function_path: str | None = flag(None, needs=on("loss_type", "custom_loss"))
     """Function (args, batch, logits, sum_of_sample_mean) -> (loss, metrics), with --loss-type
     custom_loss."""
@@ -159,7 +159,7 @@ class AlgorithmConfig:
             f"{' and '.join(estimators_where('discounts'))} discount",
         ),
     )
-    """Discount per trained token (REINFORCE++, PPO); the answer of a tool is no time step."""
+    """Discount per trained token (REINFORCE++, PPO); tokens of tool results are not counted."""
     normalize_advantages: bool = flag(
         False, needs=SAMPLES & unless("disable_compute_advantages_and_returns")
     )
@@ -182,13 +182,13 @@ class AlgorithmConfig:
     grpo_std_normalization: bool = derived(
         "not disable_grpo_std_normalization, and n_samples_per_prompt > 1", read_by="samples"
     )
-    """The opposite of --disable-grpo-std-normalization, as hooks read it."""
+    """The opposite of --disable-grpo-std-normalization, for hooks."""
     disable_rewards_normalization: bool = flag(
         False, needs=(SAMPLES, _OWN_REWARDS, _OWN_COLUMNS), read_by="config"
     )
     """Use raw rewards, without the group mean."""
     rewards_normalization: bool = derived("not disable_rewards_normalization", read_by="samples")
-    """The opposite of --disable-rewards-normalization, as hooks read it."""
+    """The opposite of --disable-rewards-normalization, for hooks."""
     use_rollout_logprobs: bool = flag(False, needs=SAMPLES)
     """Take the engine's log-probs as the old policy's, instead of recomputing them."""
     use_tis: bool = flag(False, needs=POLICY_LOSS)
@@ -209,11 +209,11 @@ class AlgorithmConfig:
         "truncate",
         needs=(on("use_tis"), unless("custom_tis_function_path", why="it replaces both")),
     )
-    """A weight outside the bounds: truncate takes the bound, icepop leaves the token out (published
-    with 0.5 and 5)."""
+    """A weight outside the bounds: truncate replaces it by the bound, icepop masks the token
+    (published with bounds 0.5 and 5)."""
     tis_level: Literal["token", "sequence", "geometric"] = flag("token", needs=on("use_tis"))
-    """What a weight is computed of: each token, the product over a sample's trained tokens, or
-    their geometric mean."""
+    """Importance weight per token, per sample (product over its trained tokens), or as the
+    geometric mean over a sample's trained tokens."""
     use_rs: bool = flag(
         False,
         needs=(
@@ -222,11 +222,11 @@ class AlgorithmConfig:
             unless("custom_tis_function_path", why="only that function can read it", warns=True),
         ),
     )
-    """Reject tokens or samples that trainer and engine see too differently: they leave the loss,
-    its denominators stay."""
+    """Reject tokens or samples whose log-probs differ too much between trainer and engine: they are
+    masked in the loss, whose denominators still count them."""
     rs_level: Literal["token", "sequence", "geometric"] = flag("token", needs=on("use_rs"))
-    """What is rejected by which ratio: a token by its own, a whole sample by the product or by the
-    geometric mean of its tokens' ratios."""
+    """token rejects single tokens by their ratios; sequence and geometric reject whole samples by
+    the product or the geometric mean of their tokens' ratios."""
     rs_lower_bound: float = derived(
         "1 / rs_upper_bound", range=finite(0, "an importance ratio"), needs=on("use_rs")
     )
@@ -245,7 +245,7 @@ class AlgorithmConfig:
     """Function that replaces truncated importance sampling."""
     get_mismatch_metrics: bool = flag(False, needs=POLICY_LOSS)
     """Log the mismatch between engine and trainer as --custom-tis-function-path measures it,
-    without correcting."""
+    without correcting it."""
     custom_pg_loss_reducer_function_path: str | None = flag(
         None, needs=(POLICY_LOSS, _MEAN_IS_FREE)
     )
@@ -263,17 +263,17 @@ class AlgorithmConfig:
         needs=SAMPLES,
         read_by=("generation", "samples"),
     )
-    """Compute log-probs over the tokens that top-k, top-p and min-p left to be sampled from, in
-    engine and trainer alike."""
+    """Compute log-probs over only the tokens that top-k, top-p and min-p allow, in both engine and
+    trainer."""
     use_opsm: bool = flag(False, needs=POLICY_LOSS)
     """Off-policy sequence masking."""
     opsm_delta: float = flag(1e-4, range=at_least(0, "a KL divergence"), needs=on("use_opsm"))
-    """Sequence KL above which a sample of negative advantage is masked."""
+    """Sequence KL above which a sample with negative advantage is masked."""
 
     @property
     def needs_reference(self) -> bool:
-        """Something compares the policy with the reference model: the KL loss, the KL penalty in
-        the reward, or a preference loss."""
+        """A reference model is needed, by the KL loss, the KL penalty in the reward, or a
+        preference loss."""
         preference = self.preference
         if preference is not None:
             return preference.needs_reference
@@ -281,7 +281,7 @@ class AlgorithmConfig:
 
     @property
     def averages_tokens(self) -> bool:
-        """Each trained token of a step counts alike in its averages."""
+        """Losses and metrics of a step are averaged over its trained tokens."""
         return self.calculate_per_token_loss or self.sums_tokens
 
     @property
@@ -297,17 +297,17 @@ class AlgorithmConfig:
 
     @property
     def trains_on_data(self) -> bool:
-        """The data's own answers are trained on, and nothing is generated for training."""
+        """Training uses the answers in the data; nothing is generated for it."""
         return self.loss_type in DATA_LOSSES
 
     @property
     def preference(self) -> PreferenceFacts | None:
-        """What the flags know of the preference loss; None with another --loss-type."""
+        """Facts about the preference loss; None with another --loss-type."""
         if self.loss_type != "preference_loss":
             return None
         return PREFERENCE_FACTS[self.preference_loss]
 
     @property
     def trains_reward_model(self) -> bool:
-        """The model that is trained has one output, the reward, in place of the vocabulary."""
+        """The trained model has one output, the reward, in place of the vocabulary."""
         return self.preference is not None and self.preference.trains_head

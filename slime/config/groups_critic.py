@@ -32,16 +32,16 @@ _OWN_GPUS = on(
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
     """The critic of --advantage-estimator ppo: the policy's architecture with one output per token
-    in place of the vocabulary. Policy and critic take turns in the trainer's processes, at the same
-    layout; or the critic has GPUs, processes and a layout of its own. They are saved in the same
-    checkpoints."""
+    in place of the vocabulary. Policy and critic take turns in the trainer's processes, with the
+    same layout, unless the critic has GPUs, processes and a layout of its own. Both are saved in
+    the same checkpoints."""
 
     READ_BY: ClassVar[tuple[Part, ...]] = ("training",)
 
     critic_load: str | None = flag(None, needs=_CRITIC, read_by="trainer")
-    """Weights that the critic starts from, in place of those that the policy starts from: a Hugging
-    Face directory, of a reward model too, or a checkpoint directory, whose critic is taken if it
-    has one. A run that goes on takes the critic of its own checkpoint."""
+    """Initial weights of the critic; default: the policy's. A Hugging Face directory, of a language
+    model or a reward model, or a checkpoint directory, whose critic is used if it has one. A
+    resumed run loads the critic of its own checkpoint."""
     critic_lr: float = derived("lr", range=finite(0), needs=_CRITIC)
     """Learning rate of the critic; about ten times that of the policy is usual. The value loss has
     no factor of ½."""
@@ -60,8 +60,8 @@ class CriticConfig:
         needs=_CRITIC,
         read_by=("trainer", "training"),
     )
-    """GPUs of the critic on each of its nodes, beside those of trainer and engines; policy and
-    critic then train at the same time. 0: it takes turns on the policy's GPUs."""
+    """GPUs of the critic on each of its nodes, in addition to those of trainer and engines; policy
+    and critic then train at the same time. 0: the critic uses the policy's GPUs, by turns."""
     critic_tensor_model_parallel_size: int = derived(
         "tensor_model_parallel_size", range=SOME, needs=_OWN_GPUS, read_by="trainer"
     )
@@ -69,8 +69,8 @@ class CriticConfig:
     critic_pipeline_model_parallel_size: int = derived(
         "pipeline_model_parallel_size", range=SOME, needs=_OWN_GPUS, read_by="trainer"
     )
-    """Pipeline stages of the critic. Virtual stages and uneven ones are the policy's where their
-    number is; else there are none."""
+    """Pipeline stages of the critic. With as many stages as the policy, virtual and uneven stages
+    are the policy's too; else there are none."""
     critic_context_parallel_size: int = derived(
         "context_parallel_size", range=SOME, needs=_OWN_GPUS, read_by="trainer"
     )
@@ -91,10 +91,10 @@ class CriticConfig:
     )
     """Split the critic's activations of norms and dropout along the sequence."""
     num_critic_only_steps: int = flag(0, range=NONE_OR_SOME, needs=_CRITIC)
-    """Train the critic alone on the run's first so many rollouts; the policy stays as it is."""
+    """Train only the critic on the run's first N rollouts; the policy does not change."""
     lambd: float = flag(1.0, range=FRACTION, needs=_CRITIC)
     """Lambda of generalised advantage estimation, per trained token. At 0.95 a reward hardly
-    reaches what was written 100 tokens before it."""
+    affects tokens 100 or more before it."""
     critic_lambd: float = derived("lambd", range=FRACTION, needs=_CRITIC)
     """Lambda of the returns that the critic learns; 1 has no bias (VC-PPO, arXiv:2503.01491)."""
     value_clip: float = flag(
@@ -102,15 +102,15 @@ class CriticConfig:
         range=Interval(0, above=True, what="a distance from the value before the update"),
         needs=_CRITIC,
     )
-    """Clip range of the value loss, in the unit of the rewards; with --normalize-values in standard
-    deviations of the returns."""
+    """Clip range of the value loss, in units of the reward, or of the returns' standard deviation
+    with --normalize-values."""
     normalize_values: bool = flag(False, needs=_CRITIC)
-    """Let the critic learn returns of mean 0 and deviation 1, by running statistics that its
-    checkpoints hold: for rewards that are not of size 1."""
+    """Normalise the critic's targets to mean 0 and standard deviation 1 by running statistics,
+    which checkpoints hold. Use it for rewards that are far from size 1."""
 
     @property
     def has_own_gpus(self) -> bool:
-        """The critic does not take turns on the policy's GPUs."""
+        """The critic has GPUs of its own instead of turns on the policy's."""
         return self.num_gpus > 0
 
     @property

@@ -33,12 +33,12 @@ _DISTRIBUTION = on(
 class DistillationConfig:
     """On-policy distillation: the policy learns from a teacher's probabilities of its own tokens.
 
-    A task reward adds to the distillation loss where there is one."""
+    If there is a task reward, both objectives are added."""
 
     READ_BY: ClassVar[tuple[Part, ...]] = ("training",)
 
     use_opd: bool = flag(False, needs=SAMPLES, read_by=("generation", "samples", "training"))
-    """Learn from a teacher as well; without a reward function from the teacher alone."""
+    """Also learn from a teacher; without a reward function, learn only from the teacher."""
     opd_type: Literal["sglang", "megatron"] | None = derived(
         "megatron with opd_teacher_load, else sglang",
         needs=_OPD,
@@ -47,28 +47,28 @@ class DistillationConfig:
     """Where teachers run: sglang, in engines (models of --sglang-config, --opd-teacher-urls, or a
     function of yours that sets teacher_log_probs); megatron, in the trainer."""
     opd_kl_coef: float = flag(1.0, range=finite(0, "the weight of the teacher"), needs=_OPD)
-    """Weight of the teacher: of the log-prob difference in the advantage, or of the loss term."""
+    """Weight of the teacher's log-prob difference in the advantage, or of its loss term."""
     opd_loss: Literal["sampled", "reverse_kl", "forward_kl", "jsd"] = flag(
         "sampled", needs=(_OPD, _POLICY_LOSS), read_by=("generation", "training")
     )
-    """sampled: subtract log-prob minus teacher's log-prob of each sampled token from its advantage.
-    Others: a loss term between whole distributions, reverse KL(policy, teacher), forward
-    KL(teacher, policy), or generalised Jensen-Shannon (arXiv:2306.13649)."""
+    """sampled: subtract (policy log-prob - teacher log-prob) of each sampled token from its
+    advantage. Others: a loss term between whole distributions: reverse KL(policy, teacher), forward
+    KL(teacher, policy), or generalised Jensen-Shannon divergence (arXiv:2306.13649)."""
     opd_top_k: int = flag(
         0,
         range=NONE_OR_SOME,
         needs=(_OPD, _DISTRIBUTION),
         read_by=("generation", "training"),
     )
-    """Compare the teacher's so many most likely tokens, and all others as one; 0 compares the whole
-    vocabulary, in the trainer alone."""
+    """Compare the teacher's N most likely tokens, and all others as one; 0 compares the whole
+    vocabulary, which needs a teacher in the trainer."""
     opd_jsd_beta: float = flag(
         0.5,
         range=Interval(0, 1, above=True, below=True, what="a weight in a mixture"),
         needs=(_OPD, on("opd_loss", "jsd")),
     )
-    """Weight of the teacher in the mixture of jsd; towards 0 it is like the forward KL, towards 1
-    like the reverse."""
+    """Weight of the teacher in the mixture of jsd, which approaches the forward KL towards 0 and
+    the reverse KL towards 1."""
     opd_teacher_load: tuple[str, ...] = flag(
         (), needs=(_OPD, _IN_TRAINER), read_by=("trainer", "training", "samples")
     )
@@ -80,19 +80,19 @@ class DistillationConfig:
     )
     """Iteration of the teachers' checkpoints; default: the latest."""
     opd_teacher_urls: tuple[str, ...] = flag((), needs=(_OPD, _IN_ENGINE), read_by="generation")
-    """Teachers in engines: the URL of an engine that runs elsewhere or the name of a model of
-    --sglang-config, as NAME=URL for each of several. Without it teachers are all models of
-    --sglang-config other than the policy, by their names."""
+    """Teachers in engines: the URL of an engine outside the run, or the name of a model of
+    --sglang-config; NAME=URL for each of several. Unset: every model of --sglang-config but the
+    policy is a teacher of that name."""
     opd_teacher_key: str = flag("opd_teacher", needs=_OPD, read_by=("generation", "samples"))
-    """Key of a row's metadata that names its teacher. Rows without it have the teacher `default`,
-    or the only one."""
+    """Key of a row's metadata that names its teacher. Rows without it use the teacher `default`, or
+    the only one."""
     opd_teacher_prompt_key: str | None = flag(None, needs=_OPD, read_by="generation")
     """Key of a row's metadata with the prompt that the teacher sees in place of the policy's: text,
     or messages. With `--opd-teacher-load self` the policy learns to answer without, say, a hint."""
 
     @property
     def teachers(self) -> tuple[Teacher, ...]:
-        """Teachers in the trainer; () where engines have them."""
+        """Teachers in the trainer; () if they run in engines."""
         return read_teachers(self.opd_teacher_load) if self.use_opd else ()
 
     @property

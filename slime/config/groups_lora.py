@@ -18,30 +18,30 @@ class LoraConfig:
     READ_BY: ClassVar[tuple[Part, ...]] = ("trainer",)
 
     lora_rank: int = flag(0, range=NONE_OR_SOME, read_by=("trainer", "engine", "driver"))
-    """Rank of the adapters; 0 trains the whole model. Reinforcement learning needs little: 8 to 32
-    are usual. The learning rate is about ten times that of full training."""
+    """Rank of the adapters; 0 trains the whole model. For reinforcement learning, 8 to 32 is usual.
+    The learning rate is about ten times that of full training."""
     lora_alpha: float = flag(32.0, range=POSITIVE, needs=_LORA)
-    """Adapters are scaled by alpha / rank, so that the best learning rate hardly depends on the
+    """Adapters are scaled by alpha / rank; the best learning rate then hardly depends on the
     rank."""
     lora_target_modules: tuple[str, ...] = flag((), needs=_LORA, read_by=("trainer", "engine"))
     """Layers that get an adapter, by the last part of their Hugging Face names (q_proj down_proj);
-    default: every Linear layer of attention, MLPs, shared and routed experts, which all-linear
-    says too. Embedding and output layer (embed_tokens, lm_head) get one only if they are named, and
-    none if they are one weight. Routers cannot be adapted."""
+    default, and with all-linear: every Linear layer of attention, MLPs, shared and routed experts.
+    Embedding and output layer (embed_tokens, lm_head) get one only if they are named, and none if
+    they share their weight. Routers cannot be adapted."""
     lora_exclude_modules: tuple[str, ...] = flag((), needs=_LORA)
-    """Layers among these that get none."""
+    """Layers of --lora-target-modules that get no adapter."""
     lora_dropout: float = flag(
         0.0, range=Interval(0, 1, below=True, what="a fraction"), needs=_LORA
     )
-    """Share of an adapter's inputs that is dropped in training passes. Embedding and routed experts
-    have no dropout. Leave it at 0 for reinforcement learning."""
+    """Fraction of an adapter's inputs that is dropped in training passes. Adapters of the embedding
+    and of routed experts have no dropout. Leave it at 0 for reinforcement learning."""
     lora_adapter_path: str | None = flag(None, needs=_LORA)
     """Start from this PEFT adapter (a directory with adapter_config.json and
-    adapter_model.safetensors) instead of one that changes nothing; rank and layers must be those of
-    the flags."""
+    adapter_model.safetensors) instead of one with B = 0; its rank and layers must be those of the
+    flags."""
     lora_experts: Literal["per-expert", "shared-outer"] = flag("per-expert", needs=_LORA)
-    """Routed experts: an A and a B for each; or all experts of a layer share the outer side, A of
-    gate and up and B of down, which makes the adapters several times smaller."""
+    """Adapters of routed experts. per-expert: an A and a B for each. shared-outer: all experts of a
+    layer share A of gate and up, and B of down, which makes adapters several times smaller."""
     lora_rank_by_topk: bool = flag(False, needs=_LORA)
-    """Adapters of routed experts have rank lora_rank ÷ experts per token, so that a token meets as
-    many parameters as in a dense layer; their scale is alpha / that rank."""
+    """Adapters of routed experts have rank lora_rank ÷ experts per token and scale alpha / that
+    rank; a token then uses as many adapter parameters as in a dense layer."""

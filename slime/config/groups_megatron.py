@@ -30,14 +30,14 @@ _MOMENTUM = Interval(0, 1, below=True, what="the weight of the past in a running
 class MegatronConfig:
     """Parallel layout, precision, recompute, optimizer and schedule, by Megatron's own names.
 
-    Only what the user set of Megatron's further fields, by field name, ready to pass on:
-        transformer: of `TransformerConfig` and `ModelParallelConfig`. Combine it with what the
-            Hugging Face config says by `slime.models.model_flags.merge_transformer`, which refuses
-            contradictions.
+    Further fields of Megatron that the user set, by field name:
+        transformer: of `TransformerConfig` and `ModelParallelConfig`.
+            `slime.models.model_flags.merge_transformer` combines them with the Hugging Face
+            config, and refuses contradictions.
         optimizer: of `OptimizerConfig`, beyond the fields below.
         ddp: of `DistributedDataParallelConfig`, beyond the fields below.
-        model: what the user set of the model beside TransformerConfig (`rotary_base`,
-            `vocab_size`, ...); never passed on, only checked against the Hugging Face config.
+        model: of the model, outside `TransformerConfig` (`rotary_base`, `vocab_size`, ...). They
+            are only checked against the Hugging Face config.
     """
 
     READ_BY: ClassVar[tuple[Part, ...]] = ("training",)
@@ -142,13 +142,13 @@ class MegatronConfig:
     use_distributed_optimizer: bool = flag(True, read_by="trainer")
     """Shard optimizer states over data-parallel ranks."""
     use_precision_aware_optimizer: bool = flag(False, needs=SHARDED_STATES, read_by="trainer")
-    """Optimizer states in lower precision, by Transformer Engine, or by --optimizer-cpu-offload."""
+    """Keep optimizer states in lower precision: needs Transformer Engine or
+    --optimizer-cpu-offload."""
     optimizer_cpu_offload: bool = flag(False, needs=SHARDED_STATES, read_by="trainer")
-    """Master weights and Adam's moments live in host memory and are streamed through the GPU for
+    """Keep master weights and Adam's moments in host memory, and stream them through the GPU in
     each step."""
     offload_optimizer_states: bool = flag(False, read_by="trainer")
-    """The optimizer's moments live in host memory and are streamed through the GPU for each
-    step."""
+    """Keep the optimizer's moments in host memory, and stream them through the GPU in each step."""
     overlap_grad_reduce: bool = flag(False)
     """Overlap gradient reduction with the backward pass."""
     overlap_param_gather: bool = flag(False, needs=(on("overlap_grad_reduce"), *SHARDED_STATES))
@@ -161,8 +161,7 @@ class MegatronConfig:
     """On resume, take the settings of schedule and optimizer (learning rate, betas, …) from the
     checkpoint."""
     override_opt_param_scheduler: bool = flag(False, read_by=("config", "training"))
-    """On resume, take the schedule's settings from the flags; they are unless the checkpoint is
-    asked for."""
+    """On resume, take the schedule's settings from the flags, which is the default."""
     transformer: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)

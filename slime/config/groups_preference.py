@@ -25,13 +25,13 @@ _KTO = on("preference_loss", *preferences_where("takes_pairs", False))
 class PreferenceConfig:
     """Preferences: pairs of a better and a worse answer to one prompt, or labelled answers.
 
-    The answers are the data's own, as in supervised fine-tuning. --global-batch-size counts pairs,
-    and so does --micro-batch-size."""
+    The answers come from the data, as in supervised fine-tuning. --global-batch-size and
+    --micro-batch-size count pairs."""
 
     READ_BY: ClassVar[tuple[Part, ...]] = ("training",)
 
     chosen_key: str = flag("chosen", needs=_PAIRS, read_by="collection")
-    """Column of the better answer: text, or messages, with or without those of the prompt."""
+    """Column of the better answer: text or messages, with or without the prompt's messages."""
     rejected_key: str = flag("rejected", needs=_PAIRS, read_by="collection")
     """Column of the worse answer."""
     completion_key: str = flag("completion", needs=_KTO, read_by="collection")
@@ -39,20 +39,20 @@ class PreferenceConfig:
     eval_preference_data: str | None = flag(
         None, needs=_PREFERENCES, read_by=("driver", "collection")
     )
-    """Held-out rows of the same columns, which the trainer scores before training, every
+    """Held-out data with the same columns. The trainer scores it before training, every
     --eval-interval rollouts and at the end (eval/preferences/reward_accuracy and others)."""
     preference_beta: float = derived(
         "0.1; 2 with preference_loss simpo",
         range=finite(0, "the weight of a log-ratio", above=True),
         needs=_PREFERENCES & on("preference_loss", *preferences_where("beta")),
     )
-    """β: how much a log-ratio counts. A larger one keeps the policy nearer to the reference."""
+    """β: weight of a log-ratio. A larger one keeps the policy closer to the reference."""
     preference_label_smoothing: float = flag(
         0.0,
         range=Interval(0, 0.5, below=True, what="the probability that a label is wrong"),
         needs=_PREFERENCES & on("preference_loss", *preferences_where("smooths_labels")),
     )
-    """Share of the labels that are taken for wrong (cDPO)."""
+    """Assumed fraction of wrong labels (cDPO)."""
     preference_sft_coef: float = flag(
         0.0,
         range=WEIGHT,
@@ -67,8 +67,8 @@ class PreferenceConfig:
     )
     """γ: the margin that SimPO asks for; 0.3 to 0.5 times β is usual."""
     kto_desirable_weight: float = flag(1.0, range=WEIGHT, needs=_KTO)
-    """λ_D: weight of desirable answers. With fewer of one kind, raise its weight until counts times
-    weights are within 1 to 4/3 of each other."""
+    """λ_D: weight of desirable answers. With fewer answers of one kind, raise its weight until
+    count × weight of the two kinds differs by a factor of at most 4/3."""
     kto_undesirable_weight: float = flag(1.0, range=WEIGHT, needs=_KTO)
     """λ_U: weight of undesirable answers."""
     reward_center_coef: float = flag(

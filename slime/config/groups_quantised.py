@@ -13,7 +13,7 @@ _OWN_VALUES = unless("lora_rank", why="the frozen base has the engines' quantise
 
 @dataclass(frozen=True, kw_only=True)
 class QuantisedConfig:
-    """How the trainer takes the quantised weights of engines into account.
+    """How the trainer accounts for the quantised weights of engines.
 
     Engines hold such weights if --hf-checkpoint has a quantization_config."""
 
@@ -22,13 +22,13 @@ class QuantisedConfig:
     fake_quantisation: Literal["experts", "linears"] | None = flag(
         None, needs=(_TRAINS, _OWN_VALUES)
     )
-    """Compute with the quantised values of the weights, as the engines do, in all forward and
-    backward passes; the gradients go to the plain weights as if nothing had been rounded (straight
-    through). experts: the routed experts; linears: all layers that engines hold quantised. The
-    format is that of --hf-checkpoint."""
+    """Compute all forward and backward passes with the quantised values of the weights, as the
+    engines do; gradients update the unquantised weights (straight-through estimator). experts: the
+    routed experts; linears: all layers that engines hold quantised. The format is that of
+    --hf-checkpoint."""
     measure_quantisation: bool = flag(
         False, needs=(SAMPLES, _TRAINS, _OWN_VALUES), read_by="training"
     )
-    """Score each rollout once more with the engines' quantised weights: how much of the difference
-    between trainer and engine the format makes, and what is left without it
+    """Score each rollout once more with the engines' quantised weights, to measure how much of the
+    difference between trainer and engine comes from quantisation
     (train/quantisation_logprob_abs_diff)."""

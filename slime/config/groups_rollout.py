@@ -31,7 +31,7 @@ from slime.config.flag import (
 
 _HAS_ENGINES = unless("debug_train_only", why="no engine is started that could answer", warns=True)
 _PORT = Interval(0, 65535, what="0 is a free one")
-#: What supervised fine-tuning does anyway, as launch scripts of the reference system ask for it.
+#: The reference system's rollout function for supervised fine-tuning, which launch scripts pass.
 _SFT_PATH = "slime.rollout.sft_rollout.generate_rollout"
 
 
@@ -50,16 +50,16 @@ class DataConfig:
     label_key: str | None = flag(None)
     """Column of the expected answer, handed to the reward function as sample.label."""
     label_type: Literal["text", "raw"] = flag("text", read_by=("collection", "generation"))
-    """text: a label that is a number or a boolean becomes the text that the data has (5.10 is
-    "5.10"; lists and dicts stay), so that it compares with a response; raw: Python numbers; also
-    where a hook is written for import paths of earlier versions."""
+    """text: numbers and booleans become text, as the data writes them (5.10 is "5.10"; lists and
+    dicts stay), and can be compared with a response. raw: labels stay Python numbers; hooks
+    written for the import paths of earlier versions always get raw labels."""
     metadata_key: str = flag("metadata", read_by=("collection", "generation"))
     """Column of a dict that becomes sample.metadata."""
     tool_key: str = flag("tools")
     """Column of the tool schemas for the chat template."""
     apply_chat_template: bool = flag(False, read_by=("collection", "generation"))
-    """Render chat messages with the chat template; else text begins with the BOS that the tokenizer
-    puts before it."""
+    """Render chat messages with the chat template; else the tokenizer encodes the text, with its
+    BOS token."""
     apply_chat_template_kwargs: dict[str, Any] = flag({}, read_by=("collection", "generation"))
     """Keyword arguments of the chat template, as JSON."""
     num_epoch: int | None = flag(None, range=SOME, read_by=("driver", "collection"))
@@ -76,8 +76,8 @@ class DataConfig:
             "streaming_data", why="rows are read lazily, in the rollout process", warns=True
         ),
     )
-    """Processes that check, tokenise and filter the rows before the launch; 0: one, more if that
-    takes long."""
+    """Processes that check, tokenise and filter the rows before the launch; 0: one process, more if
+    this takes long."""
     streaming_data: bool = flag(False)
     """Read rows lazily instead of loading the data set."""
     data_source_path: str | None = flag(None)
@@ -92,7 +92,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """Sampling: how many, how, and the functions that users may put in."""
+    """Generation: batch sizes, sampling, limits, and user functions."""
 
     READ_BY: ClassVar[tuple[Part, ...]] = ("generation",)
 
@@ -140,13 +140,13 @@ class RolloutConfig:
         range=at_least(2, "a prompt token and a response token"),
         read_by=("driver", "collection", "generation", "push", "engine"),
     )
-    """Most tokens of prompt plus response."""
+    """Maximum tokens of prompt plus response."""
     rollout_max_response_len: int = derived(
         "rollout_max_context_len or seq_length minus 1 when set, else 1024",
         range=SOME,
         read_by=("driver", "generation", "samples", "training"),
     )
-    """Most new tokens per sample."""
+    """Maximum new tokens per sample."""
     rollout_request_tokens: int | None = derived(
         "2048 with use_fault_tolerance, but for deterministic rollouts and rollout_stop; else no "
         "limit",
@@ -154,13 +154,13 @@ class RolloutConfig:
         needs=GENERATES
         & unless("rollout_stop", why="a stop string may begin in one request and end in the next"),
     )
-    """Most new tokens to ask an engine for in one request: a longer answer takes several, so that
-    an engine that dies takes no more of it along. Requests with penalties, grammars or stop strings
-    of their own are not divided."""
+    """Maximum new tokens of one request to an engine. A longer answer takes several requests; if an
+    engine dies, only the tokens of the current one are lost. Requests with penalties, grammars or
+    stop strings of their own are not divided."""
     rollout_skip_special_tokens: bool = flag(True, needs=GENERATES)
-    """Leave special tokens, such as the one that ends a turn, out of the response text, which
-    rewards read (never out of the tokens); off where a hook is written for the import paths of
-    earlier versions, which kept them."""
+    """Leave special tokens, such as the end of a turn, out of the response text that rewards read;
+    response tokens always keep them. Off for hooks written for the import paths of earlier
+    versions, which kept them in the text."""
     rollout_stop: tuple[str, ...] = flag((), needs=GENERATES)
     """Strings that end a response."""
     rollout_stop_token_ids: tuple[int, ...] = flag((), range=NONE_OR_SOME, needs=GENERATES)
@@ -168,12 +168,11 @@ class RolloutConfig:
     rollout_seed: int = flag(42, range=SEED, read_by=("collection", "generation", "engine"))
     """Seed of the prompt order and, in deterministic mode, of sampling."""
     rollout_timeout: float = flag(14400.0, range=POSITIVE, needs=GENERATES, read_by="driver")
-    """Seconds after which the generation of one rollout batch, or one evaluation, is given up."""
+    """Time-out of the generation of one rollout batch, or of one evaluation, in seconds."""
     deterministic: bool = flag(
         False, name="deterministic-rollout", needs=GENERATES, read_by=("generation", "engine")
     )
-    """Seed every request by its sample, so that tokens do not depend on how requests are batched
-    together."""
+    """Seed every request by its sample; tokens then do not depend on how requests are batched."""
     over_sampling_batch_size: int = derived(
         "rollout_batch_size", range=SOME, needs=SAMPLES, read_by="collection"
     )
@@ -181,7 +180,7 @@ class RolloutConfig:
     dynamic_sampling_filter_path: str | None = flag(None, needs=SAMPLES, read_by="collection")
     """Function (args, samples) -> bool that decides whether a finished group is kept."""
     partial_rollout: bool = flag(False, needs=SAMPLES, read_by="collection")
-    """Keep samples that were under way when the batch was full, and finish them in the next
+    """Keep samples that are unfinished when the batch is full, and finish them in the next
     rollout."""
     mask_offpolicy_in_partial_rollout: bool = flag(
         False, needs=on("partial_rollout"), read_by="collection"
@@ -190,11 +189,11 @@ class RolloutConfig:
     rollout_max_failed_fraction: float = flag(
         0.1, range=FRACTION, needs=GENERATES, read_by="collection"
     )
-    """Fraction of a rollout's prompts that may fail for good (others replace them) before the run
-    stops; see docs/hooks.md."""
+    """Fraction of a rollout's prompts that may fail permanently (others replace them) before the
+    run stops; see docs/hooks.md."""
     rollout_stall_timeout: float = flag(600.0, range=POSITIVE, needs=GENERATES)
-    """Seconds without any sign of progress after which functions of yours that hang are given up,
-    each with its sample; where none does, the rollout stops and reports who waits for whom."""
+    """Seconds without any progress after which hanging user functions are cancelled and their
+    samples fail; if no user function hangs, the rollout stops and reports what waits for what."""
     rollout_function_path: str | None = flag(
         None, needs=SAMPLES | on("rollout_function_path", _SFT_PATH), read_by="collection"
     )
@@ -202,20 +201,19 @@ class RolloutConfig:
     custom_generate_function_path: str | None = flag(None, needs=GENERATES)
     """Async function (args, sample, sampling_params) that replaces the generation of one sample."""
     agent_host: str | None = flag(None, needs=GENERATES)
-    """Address on which agents that speak an API are answered (docs/agents.md), for those in
-    containers or on other hosts; unset: loopback, or the host's network address with
-    --listen-on-network."""
+    """Address of the API server for agents (docs/agents.md); set it for agents in containers or on
+    other hosts. Unset: loopback, or the host's network address with --listen-on-network."""
     agent_port: int = flag(0, range=_PORT, needs=GENERATES)
-    """Port of the same; 0: a free one."""
+    """Port of the API server for agents; 0: a free one."""
     rollout_sample_hook_path: tuple[str, ...] = flag((), append=True, needs=GENERATES)
     """Function (args, sample) run on each generated sample before its reward; may be repeated."""
     buffer_filter_path: str | None = flag(None, needs=SAMPLES, read_by="collection")
-    """Function (args, rollout_id, buffer, num_samples) that picks groups out of the buffer."""
+    """Function (args, rollout_id, buffer, num_samples) that takes groups from the buffer."""
     rollout_sample_filter_path: str | None = flag(None, needs=SAMPLES, read_by="collection")
     """Function (args, groups) run at the end of a rollout; sets sample.remove_sample."""
     rollout_all_samples_process_path: str | None = flag(None, needs=SAMPLES, read_by="collection")
-    """Function (args, all_groups, data_source) run at the end of a rollout, filtered groups
-    included."""
+    """Function (args, all_groups, data_source) run at the end of a rollout; all_groups includes
+    filtered ones."""
     custom_rollout_log_function_path: str | None = flag(None, read_by="collection")
     """Function that logs a rollout; returns true to skip the default log."""
     custom_eval_rollout_log_function_path: str | None = flag(None, needs=EVALUATES)
@@ -230,15 +228,14 @@ class RolloutConfig:
         ),
         read_by="collection",
     )
-    """The reference system's rule for the loss mask of conversations. Masks always come from the
-    chat template; where the named rule would train on other text, the first turn that differs is
-    shown."""
+    """The reference system's rule for the loss mask of conversations, only for comparison: masks
+    always come from the chat template. The first turn whose mask differs is reported."""
     rollout_data_transport: Literal["object-store", "nixl"] = flag(
         "object-store",
         instead={"nixl": ("object-store", "ways of transport differ in speed alone")},
         read_by="config",
     )
-    """How training data gets from rollout to trainer."""
+    """Transport of training data from rollout to trainer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,10 +264,10 @@ class RewardConfig:
     )
     """Call the reward function once per group, with the list of its samples."""
     reward_key: str | None = flag(None, needs=GENERATES, read_by=("generation", "samples"))
-    """Key of the number to train on, when rewards are dicts; the means of their other numbers are
-    metrics."""
+    """Key of the number to train on if rewards are dicts; means of their other numbers are logged
+    as metrics."""
     eval_reward_key: str | None = derived("reward_key", needs=EVALUATION_SETTING)
-    """Key of the number that evaluations report, when rewards are dicts."""
+    """Key of the number that evaluations report if rewards are dicts."""
     rm_url: str | None = flag(
         None,
         needs=GENERATES
@@ -297,10 +294,10 @@ class RewardConfig:
         ),
     )
     """Directory of the reward model of --rm-type reward_model: a sequence classifier with one
-    output, as --preference-loss reward_model leaves it. It runs on the CPU of the rollout process;
+    output, as --preference-loss reward_model trains it. It runs on the CPU in the rollout process;
     serve a large one, and pass --rm-type remote_rm."""
     rm_timeout: float = flag(60.0, range=POSITIVE, needs=GENERATES)
-    """Seconds after which a reward call is given up."""
+    """Time-out of a reward call in seconds."""
     rm_num_workers: int = derived("CPU cores of this host, at most 8", range=SOME, needs=GENERATES)
     """Worker processes of CPU-bound reward functions."""
     overlong_buffer_len: int | None = flag(
@@ -321,16 +318,16 @@ class RewardConfig:
         ),
         read_by="samples",
     )
-    """Penalise the last N tokens before --rollout-max-response-len (DAPO's overlong penalty; 4096
-    of 20480 as published): a reward falls linearly by --overlong-penalty-factor. Only tokens that
-    the model generated count."""
+    """Over the last N tokens before --rollout-max-response-len, lower the reward linearly by up to
+    --overlong-penalty-factor (DAPO's overlong penalty; published: 4096 of 20480). Only generated
+    tokens count."""
     overlong_penalty_factor: float = flag(
         1.0,
         range=finite(0, "what the longest answers lose of their reward", above=True),
         needs=on("overlong_buffer_len"),
         read_by="samples",
     )
-    """What an answer at the limit loses of its reward."""
+    """Amount subtracted from the reward of an answer at the length limit."""
     custom_reward_post_process_path: str | None = flag(
         None,
         needs=SAMPLES
@@ -357,17 +354,15 @@ class EvalConfig:
         needs=EVALUATES | on("eval_preference_data"),
         read_by=("driver", "generation"),
     )
-    """Evaluate every so many rollouts; in any case before the first, at the end of each epoch and
-    after the last."""
+    """Evaluate every N rollouts, and always before the first, at the end of each epoch and after
+    the last."""
     eval_prompt_data: tuple[str, ...] = flag(
         (), needs=(unless("eval_config", why="that file names the sets"), _HAS_ENGINES)
     )
-    """Name and path of each evaluation set: --eval-prompt-data gsm8k test.jsonl aime aime.jsonl; a
-    path alone is a set that is called after its file. A data set without a named split gives test,
-    else validation."""
+    """Name and path of each evaluation set: --eval-prompt-data gsm8k test.jsonl aime aime.jsonl. A
+    path without a name is named after its file. Default split: test, else validation."""
     eval_config: str | None = flag(None, needs=_HAS_ENGINES)
-    """YAML file of evaluation sets with settings of their own; takes the place of
-    --eval-prompt-data."""
+    """YAML file of evaluation sets with settings of their own; replaces --eval-prompt-data."""
     skip_eval_before_train: bool = flag(
         False,
         needs=EVALUATION_SETTING | on("eval_preference_data"),
@@ -400,27 +395,27 @@ class EvalConfig:
     eval_max_response_len: int = derived(
         "rollout_max_response_len", range=SOME, needs=EVALUATION_SETTING
     )
-    """Most new tokens per sample in evaluation."""
+    """Maximum new tokens per sample in evaluation."""
     eval_max_prompt_len: int | None = derived(
         "rollout_max_prompt_len", range=SOME, needs=EVALUATION_SETTING
     )
-    """Longer prompts are left out of evaluation."""
+    """Prompts longer than this many tokens are left out of evaluation."""
     eval_max_context_len: int | None = derived(
         "rollout_max_context_len",
         range=at_least(2, "a prompt token and a response token"),
         needs=EVALUATION_SETTING,
     )
-    """Most tokens of prompt plus response in evaluation."""
+    """Maximum tokens of prompt plus response in evaluation."""
     eval_min_new_tokens: int = flag(0, range=NONE_OR_SOME, needs=EVALUATION_SETTING)
-    """Least new tokens per sample in evaluation."""
+    """Minimum new tokens per sample in evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """The engines and the router in front of them.
 
-    `sglang` and `router` hold what the user set with --sglang-* and --router-*, without the prefix,
-    ready for `slime.config.foreign.to_argv`: ``router["policy"]`` is --router-policy, for example.
+    `sglang` and `router` hold what the user set with --sglang-* and --router-*, without the prefix:
+    ``router["policy"]`` is --router-policy. `slime.config.engine_flags.to_argv` reads them.
     """
 
     READ_BY: ClassVar[tuple[Part, ...]] = ("engine",)
@@ -433,18 +428,19 @@ class EngineConfig:
     embedded_dtype: Literal["auto", "bfloat16", "float32"] = flag(
         "auto", needs=on("rollout_engine", "embedded") & ENGINES
     )
-    """Weights of the embedded engine; auto: as the trainer's."""
+    """Data type of the embedded engine's weights; auto: that of the trainer."""
     embedded_max_slots: int = flag(64, range=SOME, needs=on("rollout_engine", "embedded") & ENGINES)
-    """Requests that the embedded engine decodes at once; more wait in its queue."""
+    """Requests that the embedded engine decodes at once; others wait in its queue."""
     rollout_external_engine_addrs: tuple[str, ...] = flag((), needs=ENGINES)
-    """HOST:PORT of engines that somebody else has started, which get every push and requests but
-    are never started or ended here; beside those of --rollout-num-gpus, or instead of them."""
+    """HOST:PORT of engines started outside the run, in addition to the engines of
+    --rollout-num-gpus or instead of them. They get weight pushes and requests; the run does not
+    start or stop them."""
     sglang_server_concurrency: int = flag(512, range=SOME, needs=GENERATES, read_by="generation")
-    """Most requests in flight per engine."""
+    """Maximum requests in flight per engine."""
     sglang_router_request_timeout_secs: int = flag(
         14400, range=SOME, needs=GENERATES, read_by=("generation", "router")
     )
-    """Seconds after which the router gives a request up."""
+    """Time-out of a request in the router, in seconds."""
     sglang_config: str | None = flag(None, needs=ENGINES)
     """YAML file of server groups, and of models beside the policy; also for embedded engines."""
     prefill_num_servers: int | None = flag(
@@ -455,7 +451,7 @@ class EngineConfig:
         )
         & unless("sglang_config", why="that file names the server groups"),
     )
-    """Engines that only prefill; the others only decode. The same as two server groups in
+    """Number of engines that only prefill; the others only decode. Short for two server groups in
     --sglang-config."""
     sglang: dict[str, Any] = field(default_factory=dict)
     router: dict[str, Any] = field(default_factory=dict)

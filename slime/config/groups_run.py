@@ -27,8 +27,7 @@ from slime.config.flag import (
 class ClusterConfig:
     """Placement: how many GPUs trainer and engines get, and how their processes are connected.
 
-    On a host without a GPU, a "GPU" is one CPU process slot. `Config.placement` has the numbers
-    that follow.
+    On a host without a GPU, a "GPU" is one CPU process slot.
     """
 
     READ_BY: ClassVar[tuple[Part, ...]] = ("driver",)
@@ -46,13 +45,12 @@ class ClusterConfig:
         needs=ENGINES,
         read_by=("generation", "engine"),
     )
-    """GPUs of all engines together that the run starts. 0: none."""
+    """Total GPUs of the engines that the run starts; 0: it starts none."""
     rollout_num_gpus_per_engine: int = flag(1, range=SOME, needs=ENGINES, read_by="engine")
     """GPUs of one engine (its tensor-parallel times pipeline-parallel size)."""
     num_gpus_per_node: int = derived("GPUs of this host (at most 8), 1 without a GPU", range=SOME)
-    """GPUs of a node, as what the other flags ask of nodes is checked against it; processes go
-    where Ray finds GPUs. An SGLang engine of more reaches over several nodes; an embedded one
-    cannot."""
+    """GPUs of a node, only for checks of the other flags; Ray places processes where it finds GPUs.
+    An SGLang engine with more GPUs than this spans several nodes; an embedded engine cannot."""
     colocate: bool = flag(False, needs=ENGINES, read_by=("trainer", "push", "engine"))
     """Trainer and engines share the same GPUs and take turns."""
     offload: bool = flag(
@@ -90,7 +88,7 @@ class ClusterConfig:
         range=POSITIVE,
         read_by=("driver", "samples", "trainer", "push", "engine"),
     )
-    """Time-out of every process group but that of checkpoints, and of every step of a launch
+    """Time-out of all process groups except the one for checkpoints, and of each step of a launch
     (docs/deadlines.md)."""
     train_env_vars: dict[str, Any] = flag({}, read_by="trainer")
     """Environment variables of the trainer's processes, as JSON."""
@@ -101,17 +99,15 @@ class ClusterConfig:
         ),
         read_by=("driver", "generation"),
     )
-    """Of a run that starts its own Ray: engines, router and Ray listen on the host's network
-    address, for agents in containers or on other hosts, instead of on loopback alone
-    (docs/security.md)."""
+    """For a run that starts its own Ray: engines, router and Ray listen on the host's network
+    address instead of loopback, for agents in containers or on other hosts (docs/security.md)."""
     placement_timeout: float = flag(300.0, range=POSITIVE)
     """Seconds to wait for the cluster to have the GPUs that were asked for."""
     gpu_memory_gb: float | None = flag(None, range=POSITIVE)
-    """Memory of a GPU in 10⁹ bytes, for the memory plan; unset: asked of the driver, 80 where there
-    is none. On a host without GPUs it makes --dry-run plan for GPUs."""
+    """Memory of a GPU in 10⁹ bytes, for the memory plan; unset: as the GPU driver reports, 80
+    without one. On a host without GPUs it makes --dry-run plan for GPUs."""
     memory_plan: Literal["refuse", "warn"] = flag("refuse")
-    """What happens when the memory plan does not fit the GPUs: refuse to start, or warn and go
-    on."""
+    """If the memory plan does not fit the GPUs, refuse to start, or warn and start."""
     ray_address: str | None = flag(None)
     """Ray cluster to join ("auto", "host:port"). Unset: RAY_ADDRESS if set, else a local Ray is
     started."""
@@ -128,7 +124,7 @@ class FaultToleranceConfig:
     use_fault_tolerance: bool = flag(
         False, needs=GENERATES, read_by=("generation", "push", "engine")
     )
-    """Engines that die or hang are started again and come back with the next weight push; others
+    """Restart engines that die or hang; they rejoin at the next weight push, and other engines
     take over their requests. Without it the death of an engine ends the run."""
     rollout_health_check_interval: float = flag(
         30.0, range=POSITIVE, needs=on("use_fault_tolerance")
@@ -138,7 +134,7 @@ class FaultToleranceConfig:
     rollout_health_check_timeout: float = flag(
         30.0, range=POSITIVE, needs=on("use_fault_tolerance"), read_by=("push", "engine")
     )
-    """Seconds without a good answer to a health check after which an engine counts as hung, and is
+    """Time-out of a health check in seconds; an engine that exceeds it counts as hung and is
     killed."""
     rollout_health_check_first_wait: float = flag(
         0.0, range=finite(0), needs=on("use_fault_tolerance")
@@ -146,16 +142,16 @@ class FaultToleranceConfig:
     """Seconds before the first health check of each rollout, for engines that compile on first
     use."""
     max_restarts: int = flag(0, range=finite(0), needs=on("save"), read_by="training")
-    """Times that trainer ranks which died, or answer no more, are started again from the newest
-    checkpoint, while the engines stay; the steps since then are done again. Without it that ends
+    """How many times trainer ranks that die or hang are restarted from the newest checkpoint, while
+    the engines keep running; the steps since that checkpoint are repeated. At 0 such a failure ends
     the run."""
     journal: bool = derived(
         "on with save, where something is trained",
         needs=(on("save"), SAMPLES),
         read_by="collection",
     )
-    """Keep what is generated in the run folder until checkpoints have passed it, so that a run that
-    goes on after a crash generates nothing twice."""
+    """Keep generated samples in the run folder until a checkpoint covers them; a run resumed after
+    a crash then generates nothing twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,8 +211,7 @@ class ObserveConfig:
     trackio_project: str = flag("slime", needs=on("use_trackio"))
     """Trackio project."""
     trackio_space: str | None = flag(None, needs=on("use_trackio"))
-    """Hugging Face Space that shows it ("user/space"); unset: none, and nothing leaves this
-    host."""
+    """Hugging Face Space that shows the metrics ("user/space"); unset: nothing leaves this host."""
     use_swanlab: bool = flag(False)
     """Log to SwanLab (pip install 'slime-rl[swanlab]'); its key is SWANLAB_API_KEY."""
     swanlab_mode: Literal["online", "local", "offline", "disabled"] = flag(
@@ -246,10 +241,10 @@ class DebugConfig:
     win."""
     megatron_config_path: str | None = flag(None, read_by="config")
     """YAML file of settings per role, which win over flags: ``megatron: [{name: default, role:
-    critic, num_gpus_per_node: 2, overrides: {lr: 1.0e-5}}]``. The actor's are flags; of the critic
-    they are --critic-lr, --critic-lr-warmup-iters, --critic-load, its GPUs and its layout."""
+    critic, num_gpus_per_node: 2, overrides: {lr: 1.0e-5}}]``. The actor's settings are flags; the
+    critic's are --critic-lr, --critic-lr-warmup-iters, --critic-load, its GPUs and its layout."""
     custom_config_path: str | None = flag(None, read_by="config")
-    """YAML file of names that are set on `args` for hooks; names that are flags set the flag."""
+    """YAML file of attributes that `args` gets for hooks; names that are flags set the flag."""
     dry_run: bool = flag(False)
     """Resolve, plan placement and memory, print, and start nothing."""
     debug_rollout_only: bool = flag(False, read_by=("driver", "engine"))
@@ -265,12 +260,12 @@ class DebugConfig:
         ),
         read_by=("collection", "generation"),
     )
-    """Write every rollout's samples to this path: {rollout_id}, with a format where wanted
-    ({rollout_id:04d}), is the rollout, eval_ and its number for an evaluation; {run} is the run
-    folder."""
+    """Write every rollout's samples to this path. {rollout_id}, optionally with a format
+    ({rollout_id:04d}), stands for the rollout's number, with eval_ before it for an evaluation;
+    {run} stands for the run folder."""
     load_debug_rollout_data: str | None = flag(None, read_by=("driver", "collection", "samples"))
-    """Train on samples written by --save-debug-rollout-data, whose pattern this is, instead of
-    generating; implies --debug-train-only."""
+    """Train on samples that --save-debug-rollout-data wrote to this path, instead of generating;
+    implies --debug-train-only."""
     load_debug_rollout_data_subsample: float | None = flag(
         None,
         range=Interval(0, 1, above=True, what="a fraction"),
@@ -282,18 +277,18 @@ class DebugConfig:
         "<dump_details>/train_data/{rollout_id}.pt with --dump-details", read_by="training"
     )
     """Write every rollout's training tensors to this path, with {rollout_id} as in
-    --save-debug-rollout-data. One file holds those of all ranks: {rank}, which scripts may have in
-    it, is 0."""
+    --save-debug-rollout-data. One file holds the tensors of all ranks; {rank}, which older scripts
+    use, is replaced by 0."""
     dump_details: str | None = flag(None, read_by=("config", "samples"))
     """Directory for the samples and training tensors of all rollouts, and the tokenizer."""
     check_weight_update_equal: bool = flag(False, needs=GENERATES, read_by="push")
     """Verify every weight on the engines after the first sync."""
     check_canary: bool = flag(True, read_by="push")
-    """Compare trainer's and engines' log-probs of a few fixed tokens after every weight push and
-    wake."""
+    """Compare the trainer's and the engines' log-probs of a few fixed tokens after every weight
+    push and every wake-up of an engine."""
     ci_test: bool = flag(False, read_by="training")
-    """Check what the reference system's CI asserts of a step, and stop where it does not hold: the
-    KL to the old policy is 0 in the first step of a rollout, that to the reference in the first
+    """Check the assertions of the reference system's CI in each step, and stop if one fails: the KL
+    to the old policy is 0 in the first step of a rollout, the KL to the reference is 0 in the first
     step of the run, and trainer and engine agree to
     --ci-train-rollout-logprob-abs-diff-threshold."""
     ci_disable_kl_checker: bool = flag(False, needs=on("ci_test"), read_by="training")
@@ -304,21 +299,21 @@ class DebugConfig:
     """Largest mean difference between the log-probs of trainer and engine that --ci-test
     accepts."""
     ci_save_grad_norm: str | None = flag(None, read_by="training")
-    """Write the gradient norm of each step to this path, which may have {role}, {rollout_id} and
-    {step_id} in it."""
+    """Write the gradient norm of each step to this path, which may contain {role}, {rollout_id} and
+    {step_id}."""
     ci_load_grad_norm: str | None = flag(
         None, needs=unless("ci_save_grad_norm", why="the norm is written"), read_by="training"
     )
     """Compare the gradient norm of each step with the one that --ci-save-grad-norm wrote to this
     path, to 1 % or 0.01, and stop where it differs."""
     use_pytorch_profiler: bool = derived("true with profile_steps", read_by="config")
-    """Profile some steps with torch.profiler and the engines' own profiler: one file for all of
-    them in the run folder's profile/, for https://ui.perfetto.dev (docs/debugging.md)."""
+    """Profile some steps with torch.profiler and the engines' own profiler, into one file in the
+    run folder's profile/, for https://ui.perfetto.dev (docs/debugging.md)."""
     profile_steps: str | None = derived(
         "profile_step_start:profile_step_end with use_pytorch_profiler", read_by="config"
     )
-    """Steps to profile, FIRST:END: 3:5 are the steps 3 and 4. Short for the three flags around
-    it."""
+    """Steps to profile, FIRST:END; 3:5 is steps 3 and 4. Short for --use-pytorch-profiler,
+    --profile-step-start and --profile-step-end."""
     profile_step_start: int = derived(
         "that of profile_steps, else 10 or less",
         range=NONE_OR_SOME,
@@ -332,7 +327,7 @@ class DebugConfig:
         needs=on("use_pytorch_profiler"),
         read_by="config",
     )
-    """Step behind the last that is profiled."""
+    """First step that is no longer profiled."""
     profile_ranks: tuple[int, ...] = flag(
         (0,), range=NONE_OR_SOME, needs=on("use_pytorch_profiler"), read_by="trainer"
     )

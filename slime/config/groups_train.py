@@ -72,7 +72,8 @@ class TrainConfig:
     )
     """Samples per micro-batch of the reference policy's pass."""
     balance_data: bool = derived("balance_by_flops", read_by="samples")
-    """Give all data-parallel ranks about equally many tokens (or FLOPs: --balance-by-flops)."""
+    """Give all data-parallel ranks about the same number of tokens (or of FLOPs with
+    --balance-by-flops)."""
     balance_by_flops: bool = flag(False, needs=on("use_dynamic_batch_size"), read_by="samples")
     """Balance by floating-point operations instead of tokens."""
     data_pad_size_multiplier: int = flag(128, range=SOME, read_by="trainer")
@@ -83,7 +84,7 @@ class TrainConfig:
         range=Interval(1, or_minus_one=True, what="-1 stands for 8192"),
         read_by="trainer",
     )
-    """Rows of logits computed at a time for log-probs; -1: at most 8192."""
+    """Maximum rows of logits computed at a time for log-probs; -1: 8192."""
     seq_length: int | None = flag(
         None,
         range=at_least(2, "a prompt token and a response token"),
@@ -129,7 +130,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """What is loaded and what is saved."""
+    """Loading and saving of models and checkpoints."""
 
     READ_BY: ClassVar[tuple[Part, ...]] = ("trainer",)
 
@@ -238,9 +239,9 @@ class SyncConfig:
     def staleness(self) -> int:
         """Return the maximum number of rollouts trained on between a push and the training on a
         rollout that its weights generate, by the flags."""
-        most = self.max_staleness
+        limit = self.max_staleness
         bound = self._staleness_unpaced
-        return bound if most is None else min(most, bound)
+        return bound if limit is None else min(limit, bound)
 
     @property
     def _staleness_unpaced(self) -> int:
@@ -309,7 +310,7 @@ class SyncConfig:
     first token. Where async_buffer_size and update_weights_interval allow more, a rollout starts
     only after the push that keeps its samples within the limit: none is generated in vain, and no
     response is dropped because it is long. --stale-samples says what happens to samples that are
-    older all the same."""
+    older nevertheless."""
     stale_samples: Literal["correct", "requeue", "drop"] = derived(
         "correct with mask_offpolicy_in_partial_rollout, else requeue",
         needs=on("max_staleness"),

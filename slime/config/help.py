@@ -1,4 +1,4 @@
-"""Texts about flags: ``--help``, docs/flags.md, and the words that both share."""
+"""Texts about flags: ``--help`` and docs/flags.md."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ _METAVAR = {
     "int_or_list": "INT|LIST",
     "bool": "",
 }
-#: What a decent run says of itself, in the order in which one thinks of it: dest → placeholder and
-#: a few words. A dozen at most: whoever wants more has topics for it.
+#: Flags that ``--help`` without a topic shows: dest → placeholder and a few words. At most twelve.
 BASICS = {
     "hf_checkpoint": ("DIR", "the model: a Hugging Face directory"),
     "prompt_data": ("FILE", "the data: JSONL, CSV or Parquet, a prompt a row"),
@@ -52,7 +51,7 @@ BASICS = {
         "checkpoints; by default in the run folder, {run}/checkpoints (--no-save: none)",
     ),
 }
-#: A run with them; the other settings are their defaults.
+#: An example command line with some of `BASICS`.
 EXAMPLE = (
     "slime train --hf-checkpoint path/to/model --prompt-data train.jsonl --input-key question "
     "--label-key answer \\\n"
@@ -60,7 +59,7 @@ EXAMPLE = (
     "--colocate"
 )
 
-#: Groups of flags that are other programs' own, and what they are.
+#: Topic of flags that are passed on to another program → text that describes the topic.
 _PASSED_ON = {
     "megatron": lambda: f"megatron-core {megatron_core()['version']}, with its own meaning",
     "sglang": lambda: f"SGLang's server (sglang {sglang_args()[0]}), behind --sglang-",
@@ -69,14 +68,13 @@ _PASSED_ON = {
 
 
 def print_help(entry: str, words: Sequence[str] = (), stream: TextIO | None = None) -> None:
-    """Print what `slime.config.parse_args` accepts: the few flags that a decent run needs, or what
-    is asked for.
+    """Print the flags of `slime.config.parse_args`: `BASICS`, or those of a topic.
 
     Args:
-        words: the command line; a word behind ``--help`` is a group of flags, or "all" for
-            everything that this version supports.
+        words: the command line. The word after ``--help``, if there is one, is a topic, or "all"
+            for every supported flag.
     Raises:
-        UserError: there is no such group.
+        UserError: the topic does not exist.
     """
     out = stream or sys.stdout
     width = min(120, max(60, shutil.get_terminal_size((100, 24)).columns))
@@ -102,7 +100,7 @@ def print_help(entry: str, words: Sequence[str] = (), stream: TextIO | None = No
 
 
 def _topic(words: Sequence[str]) -> str | None:
-    """The word behind --help; None where there is none."""
+    """Return the topic after --help, or None."""
     position = next((i for i, word in enumerate(words) if word in ("--help", "-h")), len(words))
     word = next(iter(words[position + 1 : position + 2]), "--")
     if word.startswith("-"):
@@ -129,7 +127,7 @@ def _print_basics(entry: str, width: int, out: TextIO) -> None:
     print(f"{_INTRO[entry]}\n\nWhat a run is made of:\n", file=out)
     for dest, (placeholder, text) in BASICS.items():
         if dest == "colocate" and entry != "train":
-            continue  # refused there
+            continue  # train_async refuses it
         print(f"  {f'{option_of(dest)} {placeholder}':<32}  {text}", file=out)
     example = EXAMPLE.replace("slime train", f"slime {entry.replace('_', '-')}")
     example = example if entry == "train" else example.replace(" --colocate", "")
@@ -146,7 +144,7 @@ def _print_basics(entry: str, width: int, out: TextIO) -> None:
 
 
 def _print_topic(name: str, width: int, out: TextIO) -> None:
-    """The flags of a group, and those that are passed on under its name."""
+    """Print the flags of a group, and the flags of another program in the same topic."""
     flags = [spec for spec in all_flags().values() if not spec.meta.refused]
     if name in GROUPS:
         introduction = with_doc_urls((GROUPS[name].__doc__ or "").splitlines()[0])
@@ -167,7 +165,7 @@ def _print_topic(name: str, width: int, out: TextIO) -> None:
 
 
 def default_text(spec: FlagSpec) -> str:
-    """The default as documentation shows it: a constant, a formula, or nothing."""
+    """The default as documentation shows it: a constant, a formula, or ""."""
     if spec.meta.derived:
         return spec.meta.derived
     if spec.default in (None, (), {}, "") or (spec.kind == "bool" and spec.default is False):
@@ -180,12 +178,12 @@ def default_text(spec: FlagSpec) -> str:
 
 
 def range_text(spec: FlagSpec) -> str:
-    """Which numbers the flag takes: "more than 0 and at most 1"; empty when any."""
+    """The allowed numbers, as in "more than 0 and at most 1"; "" if there is no limit."""
     return spec.meta.range.words if spec.meta.range else ""
 
 
 def needs_text(spec: FlagSpec) -> str:
-    """In which combinations the flag is refused, or only warned of, because it would do nothing.
+    """Combinations in which the flag would have no effect, and is refused or warned of.
 
     Example:
         >>> needs_text(all_flags()["opsm_delta"])
@@ -199,8 +197,8 @@ def needs_text(spec: FlagSpec) -> str:
 
 
 def status_text(spec: FlagSpec) -> str:
-    """works, "refused: reason", or "no effect: reason", with single values that are refused and
-    `needs_text`."""
+    """Return "refused: reason", "no effect: reason", or "works" with the exceptions: refused or
+    replaced values and `needs_text`."""
     if spec.meta.refused:
         return f"refused: {spec.meta.refused}"
     if spec.meta.no_effect:
@@ -213,7 +211,7 @@ def status_text(spec: FlagSpec) -> str:
 
 
 def metavar(spec: FlagSpec) -> str:
-    """What stands behind the flag: INT, {a,b}, TEXT …, or nothing for a switch."""
+    """The placeholder of the value: INT, {a,b}, TEXT …, or "" for a switch."""
     shown = "{" + ",".join(map(str, spec.choices)) + "}" if spec.choices else _METAVAR[spec.kind]
     return f"{shown} …" if spec.many and shown else shown
 
@@ -324,8 +322,7 @@ def _row(spec: FlagSpec) -> str:
 
 
 def _off_of(spec: FlagSpec) -> tuple[str, ...]:
-    """The off spelling, where it is not the plain ``--no-<name>`` of a switch that is off
-    anyway."""
+    """The off spelling, unless it is ``--no-<name>`` of a switch that is off by default."""
     return (
         (spec.off,)
         if spec.off and (spec.default is not False or not spec.off.startswith("--no-"))

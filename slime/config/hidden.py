@@ -1,8 +1,7 @@
-"""The secrets that config.json does not hold, for a run that goes on: which they are, and where
-they come from.
+"""Secrets of a run that resumes.
 
-config.json has `HIDDEN` in place of each (`slime.redact`). `slime resume` takes them from the
-environment, or from flags that are given again.
+config.json has `HIDDEN` in place of each secret (`slime.redact`). `slime resume` reads the secrets
+from the environment, or from flags that the user passes again.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ def with_secrets(
     """Return the configuration with every secret that `Config.save` has hidden.
 
     Args:
-        config: as `Config.load` gives it.
-        words: flags of the command line with their values; config.json has to hide each of them.
-        command: what is called, for the message.
+        config: as `Config.load` returns it.
+        words: flags with their values; each must be hidden in config.json.
+        command: the command line to repeat, for the message.
     Raises:
-        UserError: names all variables that are missing, or a flag that has nothing hidden.
+        UserError: environment variables are missing, or a flag in ``words`` is not hidden.
     """
     given = read_argv(words)
     values = config.values()
@@ -45,14 +44,14 @@ def with_secrets(
     if not config.observe.use_wandb and hidden.pop("wandb_key", []):
         values["wandb_key"] = None
     missing: dict[str, str] = {}
-    again = (
+    custom = (
         read_custom_config(given.values["custom_config_path"])
         if "custom_config_path" in given.values
         else UserFlags()
     )
     for dest, paths in hidden.items():
-        if dest in given.values or dest in again.values:
-            values[dest] = given.values.get(dest, again.values.get(dest))
+        if dest in given.values or dest in custom.values:
+            values[dest] = given.values.get(dest, custom.values.get(dest))
             continue
         for path in paths:
             variable = _variable((dest, *path))
@@ -62,18 +61,18 @@ def with_secrets(
                 missing[variable] = option_of(dest)
     for path in keys:
         variable = _variable(path)
-        found = _at(again.extra, path)
+        found = _at(custom.extra, path)
         if found is None and variable not in environ:
             missing[variable] = f"{'.'.join(map(str, path))} of --custom-config-path"
         else:
             extra = _with(extra, path, environ[variable] if found is None else found)
     if missing:
         raise UserError(
-            "the run cannot go on without its secrets, which its folder does not hold",
+            "the run cannot resume without its secrets, which its folder does not hold",
             why="not in the environment: "
             + ", ".join(f"{name} ({of})" for name, of in missing.items()),
-            fix=f"{' '.join(f'{name}=…' for name in missing)} {command}; or give these flags again "
-            "behind it",
+            fix=f"{' '.join(f'{name}=…' for name in missing)} {command}; or add these flags to the "
+            "command",
         )
     return build(values, config.origins, extra, config.warnings)
 
@@ -84,15 +83,15 @@ def _check_given(given: UserFlags, hidden: dict[str, list[_Path]], keys: list[_P
         if dest not in known:
             raise UserError(
                 f"slime resume takes no {option_of(dest)} of this run",
-                why="those that config.json hides: "
+                why="it takes only flags that config.json hides: "
                 f"{', '.join(map(option_of, sorted(known))) or 'none'}",
-                fix="to change a flag, repeat the command of the run with it and with --load set "
-                "to its --save",
+                fix="to change a flag, repeat the command of the run with that flag, and with "
+                "--load set to the run's --save",
             )
 
 
 def _hidden(value: Any, path: _Path = ()) -> Iterator[_Path]:
-    """Yield the places in a setting at which something is hidden."""
+    """Yield the paths of hidden texts in a value of dicts and lists."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _hidden(inner, (*path, key))
@@ -104,8 +103,8 @@ def _hidden(value: Any, path: _Path = ()) -> Iterator[_Path]:
 
 
 def _variable(path: _Path) -> str:
-    """The environment variable of a hidden value: its own name, if it is one, else made of where it
-    stands.
+    """The environment variable for a hidden value: the last key if that is a variable's name, else
+    a name made of the path.
 
     Example:
         >>> paths = ("train_env_vars", "MY_TOKEN"), ("judge", "api_key"), ("wandb_key",)

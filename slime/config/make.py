@@ -1,4 +1,4 @@
-"""The two ways to a `Config`: `parse_args` from a command line, `make_config` from flag names."""
+"""Two ways to make a `Config`: `parse_args` from a command line, `make_config` from keywords."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ logger = logging.getLogger(__name__)
 
 
 def make_config(*, entry: str = "train", **flags: Any) -> Config:
-    """A resolved configuration from flag names with underscores; None leaves a flag unset.
+    """Make a resolved configuration from flag names with underscores; None leaves a flag unset.
 
-    The same resolution and checks as `parse_args`, except that nothing is required: a part of the
-    system can be configured without the rest. Nor has a part the defaults of a run: prompts come in
-    the order of the data, one at a time with one sample, unless flags say more.
+    Resolution and checks are those of `parse_args`, except that no flag is required, and defaults
+    are those of a part of the system rather than of a run: prompts in the order of the data, one
+    per batch, with one sample.
 
     Raises:
-        UserError: unknown name, wrong type, contradiction, or something this version does not
-            support.
+        UserError: a name is unknown, a value has the wrong type or is not supported, or flags
+            contradict each other.
 
     Example:
         >>> make_config(colocate=True, actor_num_gpus_per_node=4).cluster.rollout_num_gpus
@@ -46,8 +46,8 @@ def make_config(*, entry: str = "train", **flags: Any) -> Config:
 
 
 def config_of(args: Any, names: Iterable[str], **flags: Any) -> Config:
-    """`make_config` from what ``args``, a namespace that may have a few attributes only, has of the
-    flags ``names`` beside their defaults; ``flags`` over it.
+    """Call `make_config` with ``flags``, and with those attributes of ``args`` among ``names`` that
+    differ from the flags' defaults. ``args`` may lack some of ``names``.
 
     Raises:
         UserError: as `make_config`.
@@ -63,7 +63,7 @@ def config_of(args: Any, names: Iterable[str], **flags: Any) -> Config:
 
 
 def parse_args(argv: list[str] | None = None, entry: str = "train") -> Config:
-    """The configuration of a command line (default: that of this process).
+    """Make the configuration of a command line (default: that of this process).
 
     Precedence: --custom-config-path, --megatron-config-path, flags, --config, defaults.
     ``--help [TOPIC]`` prints and exits.
@@ -71,8 +71,7 @@ def parse_args(argv: list[str] | None = None, entry: str = "train") -> Config:
     Args:
         entry: "train" or "train_async", which some checks depend on.
     Raises:
-        UserError: all that is wrong, each in a few lines with the nearest name, the equation, or
-            the reason.
+        UserError: lists all errors, each with the closest name, the constraint, or the reason.
     """
     words = sys.argv[1:] if argv is None else argv
     if "--help" in words or "-h" in words:
@@ -89,21 +88,21 @@ def parse_args(argv: list[str] | None = None, entry: str = "train") -> Config:
 
 
 def flags_given(argv: list[str]) -> frozenset[str]:
-    """Names of the flags that a command line and its configuration files set, as far as they can be
-    read."""
+    """Dests of the flags that a command line and its configuration files set; what cannot be read
+    is skipped."""
     errors: list[UserError] = []
     return frozenset(_with_files(read_argv(argv, errors), errors).values)
 
 
 def judge_args(argv: list[str], entry: str = "train") -> tuple[Config | None, list[UserError]]:
-    """All that `parse_args` would refuse of a command line.
+    """Find all errors of a command line.
 
-    A flag that is wrong, or one of those that contradict each other, is left out, and the rest is
-    looked at again: one mistake hides no other.
+    After each error, the wrong flag, or one of the contradicting flags, is left out and the rest is
+    checked again, so one error hides no other.
 
     Returns:
-        The configuration, None where nothing can be derived; with errors, that of the remaining
-        flags, which must not be trained with. And the errors.
+        The configuration (None if it cannot be derived) and the errors. If there are errors, the
+        configuration lacks the wrong flags and must not be trained with.
     """
     errors: list[UserError] = []
     given = _with_files(read_argv(argv, errors), errors)
@@ -116,14 +115,14 @@ def judge_args(argv: list[str], entry: str = "train") -> tuple[Config | None, li
     if draft is None:
         return None, errors
     files = ("--config ", "--custom-config-path ", "--megatron-config-path ")
-    is_whole = not any(one.what.startswith(files) for one in errors)
-    if is_whole:  # else a file that cannot be read may have what is missing
+    is_complete = not any(one.what.startswith(files) for one in errors)
+    if is_complete:  # else an unreadable file may contain the missing flags
         errors += [one for one in incomplete(draft) if not options_in(one.what) & doubtful]
     return _finish(draft), list({str(error): error for error in errors}.values())
 
 
 def options_in(text: str) -> frozenset[str]:
-    """The flags that a message names, as ``--options``; names of fields count, too.
+    """The flags that a message names, as ``--options``; field names count too.
 
     Example:
         >>> sorted(options_in("--bf16 and --fp32 exclude each other; micro_batch_size is 3"))
@@ -139,11 +138,11 @@ _NAMED = re.compile(r"--([a-z][\w-]*)|\b([a-z]\w*_\w+)\b")
 
 
 def _without_contradictions(given: UserFlags, entry: str, errors: list[UserError]) -> Draft | None:
-    """The draft of the flags without those that contradict others or are out of range; each adds to
-    ``errors``.
+    """Resolve the flags without those that contradict others or are out of range, and add an error
+    to ``errors`` for each of these.
 
     Returns:
-        None where something is wrong that no flag can be left out for.
+        The draft, or None if it cannot be derived whichever flag is left out.
     """
     while True:
         draft, found = _judged(given, entry)
@@ -157,17 +156,17 @@ def _without_contradictions(given: UserFlags, entry: str, errors: list[UserError
             if option_of(dest) in options_in(f"{error.what} {error.why}")
         ]
         rest = [(_judged(given.without(dest), entry)[1], dest) for dest in named or given.values]
-        mended = [
+        solutions = [
             (len(left), dest) for left, dest in rest if error.what not in (one.what for one in left)
         ]
-        if not mended:
+        if not solutions:
             errors += found[1:]
             return draft
-        given = given.without(min(mended, key=lambda pair: pair[0])[1])
+        given = given.without(min(solutions, key=lambda pair: pair[0])[1])
 
 
 def _judged(given: UserFlags, entry: str) -> tuple[Draft | None, list[UserError]]:
-    """The draft, None where one cannot be derived, and what is wrong with it."""
+    """Return the draft (None if it cannot be derived) and its errors."""
     try:
         draft = resolve(given, all_flags(), entry, is_run=True)
     except UserError as error:
@@ -188,10 +187,10 @@ def _draft(flags: UserFlags, entry: str, is_run: bool) -> Draft:
 
 
 def _with_files(flags: UserFlags, errors: list[UserError] | None) -> UserFlags:
-    """The flags with those of the configuration files that they name.
+    """Add the flags of the configuration files that the flags name.
 
     Args:
-        errors: takes what is wrong with the files; None: it is raised.
+        errors: receives the errors of files; None: raise them.
     """
     given = UserFlags()
     _add_file(given, flags.values.get("config"), read_config_file, errors)

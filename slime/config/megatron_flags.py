@@ -1,10 +1,10 @@
-"""Flags for Megatron: the fields of megatron-core's config classes, and the other names of
+"""Flags for Megatron: the fields of megatron-core's config classes, and further arguments of
 Megatron-LM's command line.
 
 megatron-core's wheel has the config classes but not Megatron-LM's argument parser. Its fields are a
-generated table (`data/megatron_core.json`, by `tools/make_flag_tables.py`), since importing any
-megatron module imports torch (seconds), and ``--help`` must not. `data/megatron.toml` has what the
-source does not say: other names, what is refused and why, and Megatron-LM's further arguments.
+generated table (`data/megatron_core.json`, by `tools/make_flag_tables.py`), because importing any
+megatron module imports torch, which takes seconds that ``--help`` should not take.
+`data/megatron.toml` has other names, refused fields with reasons, and Megatron-LM's arguments.
 
     TransformerConfig (and parents)   →  config.megatron.transformer["moe_router_topk"]
     MLATransformerConfig              →  config.megatron.model["q_lora_rank"]
@@ -35,7 +35,7 @@ from slime.config.flag import (
 
 _TABLE = read_table("megatron.toml")
 
-#: Field → Megatron-LM's name of it, and further spellings.
+#: Field → Megatron-LM's name of the field, and further spellings.
 NAMES: dict[str, list[str]] = _TABLE["names"]
 #: Flags without a value that set other flags: name → {"help": …, "sets": {dest: value}}.
 SHORTHANDS: dict[str, dict[str, Any]] = _TABLE["shorthands"]
@@ -45,7 +45,7 @@ _FP8 = on("fp8_format")
 _FP4 = on("fp4_format")
 _CPU_OPTIMIZER = on("optimizer_cpu_offload")
 _PRECISION_AWARE = on("use_precision_aware_optimizer")
-#: Optimizer states are sharded over the replicas.
+#: Conditions under which optimizer states are sharded over the data-parallel ranks.
 SHARDED_STATES = (
     on("optimizer", "adam", why="only Adam's states are sharded over the replicas"),
     on(
@@ -53,16 +53,16 @@ SHARDED_STATES = (
         why="each rank updates all parameters, so there is nothing to gather or to shard",
     ),
 )
-#: Launch scripts carry the settings of loss scaling along with --bf16 too.
+#: Only a warning, because launch scripts keep the settings of loss scaling with --bf16.
 _SCALED = on("fp16", why="only a loss in float16 is scaled", warns=True)
 
 
 def _fields(names: str, *needs: Requirement, **meta: Any) -> dict[str, FlagMeta]:
-    """Give several fields, whose names are the words of ``names``, the same declaration."""
+    """Give several fields the same declaration; ``names`` are separated by spaces."""
     return dict.fromkeys(names.split(), FlagMeta(needs=needs, **meta))
 
 
-#: What is declared of megatron-core's fields, by the field's name; the others may have any value.
+#: Field of megatron-core → its declaration. Fields that are not listed may have any value.
 FIELDS: dict[str, FlagMeta] = {
     # numbers
     **_fields("microbatch_group_size_per_vp_stage", _STAGES, range=SOME),
@@ -76,7 +76,7 @@ FIELDS: dict[str, FlagMeta] = {
     **_fields("pad_buckets_for_high_nccl_busbw", *SHARDED_STATES),
     **_fields("moe_aux_loss_coeff moe_z_loss_coeff", range=WEIGHT),
     **_fields("moe_router_bias_update_rate", range=finite(0)),
-    # details of something that is switched on apart
+    # details of a feature that another flag switches on
     **_fields(
         "fp8_recipe fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad "
         "fp8_dot_product_attention fp8_multi_head_attention fp8_quantizer_factory tp_only_amax_red "
@@ -93,15 +93,14 @@ FIELDS: dict[str, FlagMeta] = {
     **_fields("offload_modules", on("fine_grained_activation_offloading")),
     **_fields("min_offloaded_tensor_size", on("fine_grained_activation_offloading"), range=SOME),
     **_fields("disable_parameter_transpose_cache", on("transformer_impl", "transformer_engine")),
-    # values that are not there
+    # values that are replaced or refused
     **_fields(
         "moe_token_dispatcher_type",
         instead=dict.fromkeys(
             ("allgather", "flex"),
             (
                 "alltoall",
-                "ways of exchanging tokens differ in speed alone, and the one here has splits of "
-                "any size",
+                "dispatchers differ only in speed, and slime's supports splits of any size",
             ),
         ),
     ),
@@ -136,7 +135,7 @@ def _lm_flag(dest: str, kind: Kind, help: str = "", **more: Any) -> FlagSpec:
 
 
 def lm_flags() -> dict[str, FlagSpec]:
-    """Megatron-LM's arguments that are neither field nor shorthand, each with its status."""
+    """Megatron-LM's arguments that are neither a field nor a shorthand, by dest."""
     specs = [_lm_flag(row["name"], row["kind"], row["help"]) for row in _TABLE["model"]]
     for dest, row in _TABLE["always"].items():
         kind: Kind = "str" if row["choices"] else "bool"
@@ -148,9 +147,9 @@ def lm_flags() -> dict[str, FlagSpec]:
 
 
 def native_flags(own: Container[str]) -> dict[str, FlagSpec]:
-    """Megatron's fields as flags by dest, without those that a group of ours already has.
+    """Megatron's fields as flags by dest, without those that a group of slime already has.
 
-    A field that several classes have (``fp8_recipe``) is one flag that sets each.
+    If several classes have a field (``fp8_recipe``), one flag sets it in all of them.
     """
     origin = f"megatron-core {megatron_core()['version']}"
     model = {row["name"] for row in _TABLE["model"]}
@@ -185,7 +184,8 @@ def native_flags(own: Container[str]) -> dict[str, FlagSpec]:
 
 
 def _meta_of(row: dict[str, Any], dest: str, names: set[str]) -> FlagMeta:
-    """Aliases are the field's own name and the names that megatron-core says its arguments have."""
+    """Add aliases to a field's declaration: the field's own name, and megatron-core's argument
+    names."""
     spelled = {name.removeprefix("--") for name in names}
     if dest != row["name"]:
         spelled.add(row["name"].replace("_", "-"))

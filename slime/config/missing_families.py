@@ -1,6 +1,7 @@
-"""Families of models that scripts of the reference system launch and this version cannot train.
+"""Model families that the reference system trains and this version cannot.
 
-Such a script describes the model in a dozen flags. They are refused once, by the family's name.
+A launch script describes such a model in a dozen flags. One error refuses them all and names the
+family.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ _PLUGINS = "slime_plugins.models."
 
 @dataclass(frozen=True)
 class MissingFamily:
-    """A family without a table.
+    """A family without a table in `slime.models`.
 
     Attributes:
-        name: as its users call it.
-        lacks: the part of it that is not in this version.
-        modules: where the reference system keeps its layers, below ``slime_plugins.models``.
-        flags: dests that only a model of this family, or of one named before it, sets.
+        name: its usual name.
+        lacks: the part of the family that is not implemented.
+        modules: the reference system's modules with its layers, below ``slime_plugins.models``.
+        flags: dests that only models of this family, or of families listed before it, set.
     """
 
     name: str
@@ -33,12 +34,12 @@ class MissingFamily:
     flags: tuple[str, ...] = ()
 
 
-#: The error names the first one that a command line asks for.
+#: If a command line fits several families, the error names the first.
 MISSING_FAMILIES = tuple(
     record_of(MissingFamily, row) for row in read_table("missing_families.toml")["family"]
 )
 
-#: Modules of the reference system → the family here whose table takes their place.
+#: Modules of the reference system → the built-in family that replaces them.
 BUILT_IN: dict[str, str] = {
     _PLUGINS + "gemma3": "Gemma 3",
     _PLUGINS + "glm4": "GLM-4",
@@ -51,10 +52,10 @@ BUILT_IN: dict[str, str] = {
 
 
 def missing_family(given: UserFlags, set_flags: frozenset[str]) -> UserError | None:
-    """The refusal of the family that a command line is about; None where there is a table for it.
+    """Return the error for the model family of a command line, or None if it is not missing.
 
     Args:
-        set_flags: dests with another value than their default.
+        set_flags: dests whose value differs from the default.
     """
     module = next(iter(given.values.get("spec", ())), "")
     plugin = module.removeprefix(_PLUGINS).split(".")[0] if module.startswith(_PLUGINS) else ""
@@ -74,8 +75,7 @@ def missing_family(given: UserFlags, set_flags: frozenset[str]) -> UserError | N
 
 
 def described_by(family_error: UserError | None, dest: str) -> bool:
-    """Whether the refusal of a family covers a flag: one that describes a model of some missing
-    family."""
+    """Whether ``family_error`` covers the flag, because the flag describes a missing family."""
     return family_error is not None and (
         dest == "spec" or any(dest in family.flags for family in MISSING_FAMILIES)
     )
@@ -87,5 +87,5 @@ def _refusal(name: str, lacks: str, named: list[str]) -> UserError:
         f"{name} {plural} not in this version",
         why=f"{lacks} {'are' if lacks.endswith('s') else 'is'} missing; asked for by "
         f"{', '.join(named)}",
-        fix=f"the families that can be trained: {doc_url('model-families.md')}",
+        fix=f"see the families that can be trained: {doc_url('model-families.md')}",
     )

@@ -1,7 +1,7 @@
-"""Names that other systems have for flags, and what has their place here.
+"""Names of settings in other systems, and the flags that correspond to them.
 
-An unknown flag is looked up here before a similar spelling is suggested, and so is a word given to
-`slime flags`. docs/coming-from.md shows the same rows.
+An unknown flag is looked up here before a similar spelling is suggested; `slime flags WORD` looks
+here too. docs/coming-from.md shows the same rows.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class OtherName:
     """Names of one setting in other systems.
 
     Attributes:
-        names: as other systems write them; the last part of a dotted name is looked up, too.
-        answer: Markdown: the flags that do the same, or why there is none.
+        names: as other systems write them; the last part of a dotted name is found too.
+        answer: Markdown that names the flags with the same effect, or says why there is none.
     """
 
     names: tuple[str, ...]
@@ -46,7 +46,8 @@ def _key(name: str) -> str:
 
 @functools.cache
 def _by_name() -> dict[str, OtherName]:
-    """Whole names first, then their last parts; of two with one name the first wins."""
+    """Rows by whole names and by last parts of dotted names. Whole names take precedence, and then
+    earlier rows."""
     answers = [row for rows in other_names().values() for row in rows]
     rows = [(_key(name), row) for row in answers for name in row.names]
     parts = [(name.rpartition(".")[2], row) for name, row in rows]
@@ -57,7 +58,7 @@ def _by_name() -> dict[str, OtherName]:
 
 
 def other_name(name: str) -> OtherName | None:
-    """What another system's name stands for here; None: no other system is known to have it.
+    """Return the row for another system's name, or None if the name is unknown.
 
     Example:
         >>> other_name("--learning-rate").text

@@ -1,4 +1,5 @@
-"""Command lines and YAML files to values by dest, each with its origin. Nothing unknown passes.
+"""Parse command lines and YAML files to values by dest, each with its origin. Unknown names are
+errors.
 
 --flag value      --flag=value      --list-flag a b c      --switch      --no-switch
 """
@@ -24,13 +25,13 @@ _OPTION = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 def read_argv(argv: list[str], errors: list[UserError] | None = None) -> UserFlags:
     """Parse a command line.
 
-    A word is a flag when it looks like one (two dashes and a letter). A value that looks like a
-    flag is written with an equals sign: ``--rollout-stop=--END``. A scalar flag given twice keeps
-    the last value, as launch scripts that append overrides expect; a list flag given several times
-    with an equals sign collects.
+    Words that begin with two dashes and a letter are flags. A value that looks like a flag is
+    written with an equals sign: ``--rollout-stop=--END``. If a scalar flag is given twice, the last
+    value wins, because launch scripts append overrides; a list flag that is given several times
+    with an equals sign collects its values.
 
     Args:
-        errors: takes what is wrong; the flags that it is about are left out. None: it is raised.
+        errors: receives the errors, and wrong flags are left out; None: the first error is raised.
     Raises:
         UserError: unknown or abbreviated flag, missing or surplus value, wrong type.
     """
@@ -54,8 +55,8 @@ def read_argv(argv: list[str], errors: list[UserError] | None = None) -> UserFla
 def _read_flag(
     given: UserFlags, word: str, words: list[str], collected: dict[str, list[str]]
 ) -> None:
-    """A flag and the words behind it; ``collected`` has what list flags were given with an equals
-    sign before."""
+    """Set the flag ``word`` from the ``words`` after it. ``collected`` holds the values that list
+    flags were given with an equals sign so far."""
     match = _OPTION.fullmatch(word)
     if match is None:
         raise _stray(word)
@@ -142,7 +143,7 @@ def _stray(word: str) -> UserError:
 
 
 class _NoDuplicates(yaml.SafeLoader):
-    """YAML lets the last of two equal keys win, which hides a mistake."""
+    """A loader that refuses duplicate keys, of which YAML would keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -160,7 +161,7 @@ def read_yaml(path: str, flag: str) -> dict[str, Any]:
     """The top-level mapping of a YAML file.
 
     Raises:
-        UserError: no such file, not YAML, not a mapping.
+        UserError: the file cannot be read, is not YAML, or is not a mapping.
     """
     try:
         data = yaml.load(Path(path).read_text(encoding="utf-8"), _NoDuplicates)
@@ -180,12 +181,12 @@ def read_yaml(path: str, flag: str) -> dict[str, Any]:
 
 
 def read_config_file(path: str, errors: list[UserError] | None = None) -> UserFlags:
-    """Values of a ``--config`` file. Names have dashes or underscores, as one likes.
+    """Read the flags of a ``--config`` file. Names may have dashes or underscores.
 
     Args:
-        errors: takes what is wrong with single keys, which are left out; None: the first is raised.
+        errors: receives the errors of single keys, which are left out; None: the first is raised.
     Raises:
-        UserError: a key that is no flag (names the nearest), or names another configuration file.
+        UserError: a key is no flag (names the closest), or sets another configuration file.
     """
     given = UserFlags()
     for key, value in read_yaml(path, "--config").items():
@@ -194,32 +195,31 @@ def read_config_file(path: str, errors: list[UserError] | None = None) -> UserFl
             refused = UserError(
                 f"{path}: '{key}' is a section",
                 why="the file is flat: names of flags and their values, without groups",
-                fix=f"move what stands below '{key}:' to the left edge{example}",
+                fix=f"move the keys below '{key}:' to the left edge{example}",
             )
-            _tell(refused, errors)
+            _report(refused, errors)
             continue
         try:
             _set_key(given, key, value, f"yaml {path}", f"{path}: ")
         except UserError as error:
-            _tell(error, errors)
+            _report(error, errors)
     _refuse_files(given, path, "config")
     return given
 
 
-def _tell(error: UserError, errors: list[UserError] | None) -> None:
+def _report(error: UserError, errors: list[UserError] | None) -> None:
     if errors is None:
         raise error
     errors.append(error)
 
 
 def read_custom_config(path: str, errors: list[UserError] | None = None) -> UserFlags:
-    """Values of a ``--custom-config-path`` file: flags, and anything else hooks want to find on
-    ``args``.
+    """Read a ``--custom-config-path`` file: flags, and further attributes of ``args`` for hooks.
 
     Args:
         errors: as in `read_config_file`.
     Raises:
-        UserError: a key that is no flag but nearly one, or names another configuration file.
+        UserError: a key is a misspelt flag, or sets another configuration file.
     """
     given = UserFlags()
     for key, value in read_yaml(path, "--custom-config-path").items():
@@ -228,11 +228,11 @@ def read_custom_config(path: str, errors: list[UserError] | None = None) -> User
             try:
                 _set_key(given, key, value, f"yaml {path}", f"{path}: ")
             except UserError as error:
-                _tell(error, errors)
+                _report(error, errors)
             continue
         near = nearest(dashed, spellings(), count=1)
         if near and abs(len(near[0]) - len(dashed)) <= 1 and _differ_by_little(dashed, near[0]):
-            _tell(
+            _report(
                 UserError(
                     f"{path}: {key} looks like a misspelt flag", fix=f"did you mean {near[0]}?"
                 ),
@@ -244,8 +244,8 @@ def read_custom_config(path: str, errors: list[UserError] | None = None) -> User
     return given
 
 
-#: What a critic may have of its own, and the flag that says so.
-_OF_CRITIC = {
+#: Setting that may differ between policy and critic → the critic's flag.
+_CRITIC_FLAGS = {
     name: f"critic_{name}"
     for name in (
         "lr",
@@ -260,12 +260,12 @@ _OF_CRITIC = {
     )
 }
 _SAVED = "the critic is saved in the policy's checkpoints, below --save"
-#: The GPUs of a role.
+#: Keys of a role that place it on GPUs.
 _PLACES = ("num_nodes", "num_gpus_per_node")
 
 
 def read_role_file(path: str, errors: list[UserError] | None = None) -> UserFlags:
-    """Values of a ``--megatron-config-path`` file, which win over flags.
+    """Read a ``--megatron-config-path`` file, whose values win over flags.
 
     .. code-block:: yaml
 
@@ -276,8 +276,8 @@ def read_role_file(path: str, errors: list[UserError] | None = None) -> UserFlag
     Args:
         errors: as in `read_config_file`.
     Raises:
-        UserError: another form, a role that is unknown or comes twice, or an override that is no
-            flag or that a critic cannot have of its own.
+        UserError: the file has another form, a role is unknown or comes twice, or an override is no
+            flag or must not differ between policy and critic.
     """
     given = UserFlags()
     entries = read_yaml(path, "--megatron-config-path").get("megatron")
@@ -299,7 +299,7 @@ def read_role_file(path: str, errors: list[UserError] | None = None) -> UserFlag
             elif key in ("overrides", "args"):
                 _read_role(given, path, role, value or {}, errors)
             elif key not in ("name", "role"):
-                _tell(UserError(f"{path}: '{key}' of the {role} is unknown"), errors)
+                _report(UserError(f"{path}: '{key}' of the {role} is unknown"), errors)
     _refuse_files(given, path, "config", "custom_config_path", "megatron_config_path")
     return given
 
@@ -317,20 +317,20 @@ def _read_role(
             given.warnings.append(f"{path}: save of the critic has no effect: {_SAVED}")
             continue
         try:
-            if role == "critic" and dest not in _OF_CRITIC:
+            if role == "critic" and dest not in _CRITIC_FLAGS:
                 raise UserError(
                     f"{path}: the critic cannot have a {dest} of its own",
-                    fix=f"remove it: the critic has the policy's. {', '.join(_OF_CRITIC)} can "
+                    fix=f"remove it: the critic uses the policy's. {', '.join(_CRITIC_FLAGS)} can "
                     "differ",
                 )
-            dest = _OF_CRITIC[dest] if role == "critic" else dest
+            dest = _CRITIC_FLAGS[dest] if role == "critic" else dest
             _set_key(given, dest, value, f"yaml {path}", f"{path}: ")
         except UserError as error:
-            _tell(error, errors)
+            _report(error, errors)
 
 
 def _refuse_files(given: UserFlags, path: str, *dests: str) -> None:
-    """A file that names further files, which are read before it, would be ignored in that."""
+    """Refuse a file that names other configuration files, because those were already read."""
     for dest in dests:
         if dest in given.values:
             option = option_of(dest)
@@ -342,7 +342,7 @@ def _refuse_files(given: UserFlags, path: str, *dests: str) -> None:
 
 
 def _differ_by_little(one: str, other: str) -> bool:
-    """One letter more, less, other, or two swapped."""
+    """Whether one letter was inserted, deleted or replaced, or two adjacent ones swapped."""
     prefix = 0
     while prefix < min(len(one), len(other)) and one[prefix] == other[prefix]:
         prefix += 1
@@ -374,7 +374,7 @@ def _set_key(given: UserFlags, key: str, value: Any, origin: str, where: str) ->
 
 
 def given_by_name(flags: dict[str, Any]) -> UserFlags:
-    """Values from Python keywords; any spelling of a flag with underscores."""
+    """Read values from Python keywords: any spelling of a flag, with underscores."""
     given = UserFlags()
     for key, value in flags.items():
         _set_key(given, key, value, "flag", "")

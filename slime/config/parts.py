@@ -1,6 +1,7 @@
-"""Which parts a run lacks, and what flags ask of these alone: of halves of the loop that run on
-their own, evaluations without training, supervised fine-tuning without engines. Their scripts have
-the flags of a whole run, so that it is a warning.
+"""Parts that a run lacks, and flags that only these parts read.
+
+Runs of half the loop, evaluations without training and supervised fine-tuning without engines lack
+parts. A flag for a missing part causes a warning, as launch scripts keep the flags of a whole run.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from slime.config.draft import Draft
 from slime.config.flag import EVALUATES, EVALUATION_SETTING, GENERATES, SAMPLES, FlagSpec, Part
 
 _ENGINES: tuple[Part, ...] = ("generation", "engine", "router", "push")
-#: What samples were generated with is asked for by these too, also where they are loaded.
+#: These parts also read sampling flags, even if samples are loaded instead of generated.
 _TAKE_SAMPLES: tuple[Part, ...] = ("samples", "training")
 
 
 def absent(values: Mapping[str, Any]) -> dict[Part, str]:
-    """The parts that a run of these values lacks, and why.
+    """Return the parts that a run with these flag values lacks, and why.
 
     Example:
         >>> absent({**make_config().flat().__dict__, "debug_rollout_only": True})["trainer"]
@@ -33,7 +34,7 @@ def absent(values: Mapping[str, Any]) -> dict[Part, str]:
     if values["load_debug_rollout_data"] is not None:
         why = "samples are loaded, and no engine is started (--load-debug-rollout-data)"
         lacks(_ENGINES, why)
-        if values["num_epoch"] is None:  # else the length of the data is that of the run
+        if values["num_epoch"] is None:  # with --num-epoch the run's length needs the data set
             lacks(("collection",), why)
     if values["debug_train_only"]:
         lacks(_ENGINES, "no engine is started (--debug-train-only)")
@@ -47,11 +48,11 @@ def absent(values: Mapping[str, Any]) -> dict[Part, str]:
 
 
 def left_out(draft: Draft) -> list[str]:
-    """A warning that names what the user asked for and the run has no part for; [] where there is
-    nothing.
+    """Return a warning that names the given flags that only missing parts read; [] if there are
+    none.
 
-    What a need of its own refuses or warns of is not named again, nor what a part that is there
-    gets through another flag, which follows from it.
+    Flags whose unmet `needs` already caused an error or a warning are skipped, as are flags from
+    which a value for a present part is derived.
     """
     missing = absent(draft.values)
     if not missing:
@@ -59,7 +60,7 @@ def left_out(draft: Draft) -> list[str]:
     ignored: dict[str, str] = {}
     for dest in draft.given.values:
         spec = draft.specs[dest]
-        if not _is_asked(draft, spec) or not all(
+        if not _is_requested(draft, spec) or not all(
             need.holds(draft.values) for need in spec.meta.needs
         ):
             continue
@@ -71,15 +72,16 @@ def left_out(draft: Draft) -> list[str]:
     return [f"{reasons}; left out: {', '.join(sorted(ignored))}"]
 
 
-def _is_asked(draft: Draft, spec: FlagSpec) -> bool:
-    """Something else than the default; a switch that is off anyway is no request."""
+def _is_requested(draft: Draft, spec: FlagSpec) -> bool:
+    """Whether the user set another value than the default; False for a derived switch is not
+    counted."""
     if spec.meta.refused or spec.meta.no_effect:
         return False
     return draft.differs(spec.dest) and not (spec.meta.derived and draft[spec.dest] is False)
 
 
 def _why_left_out(draft: Draft, spec: FlagSpec, missing: Mapping[Part, str]) -> str:
-    """Why nobody who is there reads it; "" where somebody does."""
+    """Return why no part of the run reads the flag, or "" if one does."""
     needs = spec.meta.needs
     if SAMPLES in needs and "collection" in missing and "samples" in missing:
         return missing["samples"]
@@ -91,16 +93,14 @@ def _why_left_out(draft: Draft, spec: FlagSpec, missing: Mapping[Part, str]) -> 
     ):
         return missing["generation"]
     readers = [
-        part
-        for dest in _with_followers(draft, spec.dest)
-        for part in draft.specs[dest].meta.read_by
+        part for dest in _with_derived(draft, spec.dest) for part in draft.specs[dest].meta.read_by
     ]
     readers = [part for part in readers if part != "config"]
     return missing[readers[0]] if readers and all(part in missing for part in readers) else ""
 
 
-def _with_followers(draft: Draft, dest: str) -> list[str]:
-    """A flag, and those whose value was derived from it, as their formula says, and from these."""
+def _with_derived(draft: Draft, dest: str) -> list[str]:
+    """Return the flag, and all flags whose formulas depend on it directly or indirectly."""
     found = [dest]
     for one in found:
         name = re.compile(rf"\b{one}\b")

@@ -1,5 +1,5 @@
-"""A record of each ``--preference-loss``: the needs of the flags around it, the checks and the
-defaults follow from it. What a loss computes is its row in `slime.algorithms.preferences`.
+"""Facts about each ``--preference-loss``, from which conditions, checks and defaults of other flags
+follow. `slime.algorithms.preferences` has the computation of each.
 """
 
 from __future__ import annotations
@@ -7,22 +7,22 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-#: The values of the flag.
+#: Values of ``--preference-loss``.
 PreferenceName = Literal["dpo", "ipo", "simpo", "kto", "reward_model"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceFacts:
-    """The flags that act on a preference loss, and what it asks for. No fact has a default.
+    """Which flags affect a preference loss, and what it needs. No fact has a default.
 
     Attributes:
         takes_pairs: a row is a pair of answers, the chosen and the rejected one; else one answer
             with a label, true or false.
         needs_reference: log-probs count relative to those of the reference model.
-        beta: default of ``--preference-beta``; None where nothing is multiplied with it.
+        beta: default of ``--preference-beta``; None if the loss has no β.
         smooths_labels: ``--preference-label-smoothing`` acts.
-        adds_sft: ``--preference-sft-coef`` acts: the chosen answer may be trained on as in
-            supervised fine-tuning, too.
+        adds_sft: ``--preference-sft-coef`` acts: the loss may add supervised fine-tuning on the
+            chosen answer.
         trains_head: the model has one output per sequence, the reward, in place of the vocabulary.
     """
 
@@ -46,7 +46,7 @@ _DPO = PreferenceFacts(
 )
 _IPO = replace(_DPO, name="ipo", smooths_labels=False)
 
-#: A loss is a record of its own, or says how it differs from another.
+#: Loss → its facts, some of them as differences from another loss.
 PREFERENCE_FACTS: dict[str, PreferenceFacts] = {
     facts.name: facts
     for facts in (
@@ -68,7 +68,7 @@ PREFERENCE_FACTS: dict[str, PreferenceFacts] = {
 
 
 def preferences_where(fact: str, is_so: bool = True) -> tuple[str, ...]:
-    """The names of the losses for which a fact is true, or false.
+    """The names of the losses whose ``fact`` is set (or not, if ``is_so`` is False).
 
     Example:
         >>> preferences_where("needs_reference")

@@ -1,7 +1,6 @@
-"""Everything that follows from the flags, worked out once: defaults, derived values,
-contradictions.
+"""Resolution of flags: defaults, then derived values.
 
-given values ─► defaults ─► derived values, each step in its order ─► `checks` ─► `Config`
+given values ─► defaults ─► derived values, step by step ─► `checks` ─► `Config`
 """
 
 from __future__ import annotations
@@ -23,29 +22,27 @@ from slime.errors import UserError
 from slime.processes.host import num_cpus, num_gpus
 
 EQUATION = "rollout_batch_size × n_samples_per_prompt = global_batch_size × num_steps_per_rollout"
-#: What a run has where neither flags nor the equation say more, as in the reference system's
+#: Defaults of a run if flags and the equation leave them open, as in the reference system's
 #: example: 32 × 8 = 256 × 1.
 DEFAULT_PROMPTS = 32
 DEFAULT_SAMPLES = 8
-#: From one checkpoint to the next: a short run would spend a third of its time on them.
+#: Minimum seconds between checkpoints; without it a short run may spend a third of its time saving.
 _CHECKPOINT_SPACING = 120.0
-
-
-#: Bounds the tokens that an engine tells a token was sampled from. A nucleus is seldom larger.
+#: Default top-k with a sampling mask, for engines that need a bound. A nucleus is seldom larger.
 MASKED_TOP_K = 512
 
 
 def resolve(
     given: UserFlags, specs: Mapping[str, FlagSpec], entry: str = "train", is_run: bool = False
 ) -> Draft:
-    """Derive what is derived. Checks come after, in `slime.config.checks.check`.
+    """Derive the values that are not given. `slime.config.checks.check` checks the result.
 
     Args:
         is_run: see `Draft`.
     """
     draft = Draft.with_defaults(given, specs, entry, is_run)
     for step in (
-        _speed_alone,
+        _replacements,
         _placement,
         _overlap,
         _run,
@@ -70,9 +67,8 @@ def resolve(
     return draft
 
 
-def _speed_alone(draft: Draft) -> None:
-    """Replace values that would change nothing here but speed, or nothing at all, so that they keep
-    no launch script from running."""
+def _replacements(draft: Draft) -> None:
+    """Replace unsupported values that affect only speed, so that launch scripts with them run."""
     for dest in draft.given.values:
         spec = draft.specs[dest]
         value = draft[dest]
@@ -85,7 +81,7 @@ def _speed_alone(draft: Draft) -> None:
         if draft.given.values.get("critic_tensor_model_parallel_size", 1) == 1:
             draft.warnings.append(
                 "--sequence-parallel has no effect with --tensor-model-parallel-size 1: it splits "
-                "what tensor parallelism leaves whole"
+                "activations over the tensor-parallel ranks"
             )
 
 
@@ -110,10 +106,10 @@ def _overlap(draft: Draft) -> None:
 
 def _critic_layout(draft: Draft) -> None:
     pair = ("num_nodes", "num_gpus_per_node")
-    apart = any(draft.is_given(f"critic_{one}") and draft[f"critic_{one}"] for one in pair)
+    own = any(draft.is_given(f"critic_{one}") and draft[f"critic_{one}"] for one in pair)
     for one in pair:
-        value = draft[f"actor_{one}"] if apart else 0
-        draft.derive(f"critic_{one}", value, f"actor_{one}" if apart else "it shares the policy's")
+        value = draft[f"actor_{one}"] if own else 0
+        draft.derive(f"critic_{one}", value, f"actor_{one}" if own else "it shares the policy's")
     for size in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"):
         draft.copy(f"critic_{size}_parallel_size", f"{size}_parallel_size")
     splits = draft["critic_tensor_model_parallel_size"] > 1
@@ -219,13 +215,13 @@ def _debug_dumps(draft: Draft) -> None:
 
 
 def _name_rollouts(draft: Draft, dest: str) -> None:
-    """Each rollout gets a file of its own, also where the given path names one for all."""
+    """Add {rollout_id} to a path without it, so that each rollout gets its own file."""
     given = draft[dest]
     if given is not None and draft["num_rollout"] != 1 and not path_patterns.has_fields(given):
         draft.values[dest] = path_patterns.with_rollout(given)
         draft.warnings.append(
-            f"{option_of(dest)} {given} has no {{rollout_id}} in it, and each rollout would write "
-            f"over the last: {draft[dest]} is taken"
+            f"{option_of(dest)} {given} has no {{rollout_id}} in it, and each rollout would "
+            f"overwrite the last: {draft[dest]} is taken"
         )
 
 
@@ -265,8 +261,8 @@ def _lengths(draft: Draft) -> None:
 
 
 def _data(draft: Draft) -> None:
-    """Prompts in the file's order repeat its accidents in every epoch; a source of the user's own
-    has its own order."""
+    """Derive shuffling: on, so that epochs do not repeat the order of the file, unless the user's
+    code decides the order."""
     if not draft.is_run:
         draft.derive(
             "rollout_shuffle", False, "a part of the system, without the defaults of a run"
@@ -334,7 +330,7 @@ def _algorithm(draft: Draft) -> None:
     )
     draft.derive(
         "rs_lower_bound",
-        1 / (draft["rs_upper_bound"] or 1.0),  # of 0 the checks tell
+        1 / (draft["rs_upper_bound"] or 1.0),  # the checks refuse 0
         f"1 / rs_upper_bound {draft['rs_upper_bound']:g}",
     )
     draft.copy("critic_lr", "lr")
@@ -387,10 +383,10 @@ def _profiler(draft: Draft) -> None:
     steps = draft["profile_steps"]
     first = 10
     end = 12
-    both = [option_of(d) for d in ("profile_step_start", "profile_step_end") if draft.is_given(d)]
+    ends = [option_of(d) for d in ("profile_step_start", "profile_step_end") if draft.is_given(d)]
     if steps is not None:
-        if both:
-            raise UserError(f"--profile-steps and {both[0]} say the same", fix="give one of them")
+        if ends:
+            raise UserError(f"--profile-steps and {ends[0]} say the same", fix="give one of them")
         words = str(steps).split(":")
         if len(words) != 2 or not all(word.isdecimal() for word in words):
             raise UserError(
@@ -449,11 +445,11 @@ def _checkpoints(draft: Draft) -> None:
 
 
 def _engine(draft: Draft) -> None:
-    there = num_gpus() > 0 and importlib.util.find_spec("sglang") is not None
-    chosen = "sglang" if there else "embedded"
+    has_sglang = num_gpus() > 0 and importlib.util.find_spec("sglang") is not None
+    chosen = "sglang" if has_sglang else "embedded"
     why = (
         "a GPU and SGLang are there"
-        if there
+        if has_sglang
         else "this host has no GPU, or SGLang is not installed"
     )
     if draft["rollout_engine"] == "auto":
@@ -472,11 +468,11 @@ def _engine(draft: Draft) -> None:
 
 
 def derive_batch_sizes(draft: Draft) -> None:
-    """Fill in what the user left out of the equation.
+    """Derive the batch sizes that the user left out of `EQUATION`.
 
     Raises:
-        UserError: it does not hold, or nothing whole can be derived; prints it with the user's
-            numbers.
+        UserError: the equation does not hold, or has no solution in whole numbers; shows the
+            equation with the user's numbers.
 
     Example:
         32 × 8 samples and --num-steps-per-rollout 2 give a global_batch_size of 128.
@@ -517,8 +513,8 @@ def derive_batch_sizes(draft: Draft) -> None:
 
 
 def _micro_batches(draft: Draft) -> None:
-    """--max-tokens-per-gpu needs the model: `slime.memory.micro_batches` derives it at the
-    launch."""
+    """Derive whether micro-batches are packed. `slime.memory.micro_batches` derives
+    --max-tokens-per-gpu at the launch, because it needs the model."""
     if not draft.is_run:
         packs = draft.is_given("max_tokens_per_gpu")
         draft.derive(
@@ -530,8 +526,8 @@ def _micro_batches(draft: Draft) -> None:
 
 
 def _samples(draft: Draft) -> tuple[int, str]:
-    """n_samples_per_prompt when it was left out, and why: a single sample has nothing to be
-    compared with."""
+    """Return the default of n_samples_per_prompt, and why. Estimators that compare samples of a
+    prompt need several."""
     prompts, batch, steps = (
         draft[d] for d in ("rollout_batch_size", "global_batch_size", "num_steps_per_rollout")
     )
@@ -551,9 +547,8 @@ def _samples(draft: Draft) -> tuple[int, str]:
     return DEFAULT_SAMPLES, f"{DEFAULT_SAMPLES}, as --advantage-estimator {estimator} compares them"
 
 
-#: Settings (a value, or None for any) under which nothing that is built in compares the samples of
-#: a prompt, and under which scripts that leave --n-samples-per-prompt out get one, as in the
-#: reference system.
+#: Settings (a value, or None for any) with which no built-in code compares the samples of a prompt.
+#: The default of --n-samples-per-prompt is then 1, as in the reference system.
 _SINGLE_SAMPLES: tuple[tuple[str, str | None], ...] = (
     ("loss_type", "sft_loss"),
     ("loss_type", "preference_loss"),
@@ -568,7 +563,7 @@ _SINGLE_SAMPLES: tuple[tuple[str, str | None], ...] = (
 
 
 def _prompts(draft: Draft, samples: int) -> tuple[int, str]:
-    """rollout_batch_size when it was left out, and why."""
+    """Return the default of rollout_batch_size, and why."""
     batch = draft["global_batch_size"]
     steps = draft["num_steps_per_rollout"]
     if draft.is_run and batch is None and (DEFAULT_PROMPTS * samples) % (steps or 1) == 0:

@@ -1,4 +1,4 @@
-"""Flags that need Transformer Engine, and the error where it is not installed."""
+"""Flags that need Transformer Engine, and the error if it is not installed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from slime.errors import UserError
 
 _FP8 = "low-precision matrix products are Transformer Engine's"
 
-#: dest → why it needs Transformer Engine. Any value but None and False does, unless `_ONLY` names
-#: the one value.
+#: dest → why it needs Transformer Engine. Every value but None and False needs it, unless `_ONLY`
+#: names a single value.
 NEEDS: dict[str, str] = {
     "transformer_impl": "the layers are Transformer Engine's",
     "attention_backend": "cuDNN's fused attention comes with Transformer Engine",
@@ -22,18 +22,17 @@ NEEDS: dict[str, str] = {
     "use_precision_aware_optimizer": (
         "optimizer states in lower precision need Transformer Engine's FusedAdam"
     ),
-    "delay_wgrad_compute": "its linear layers alone can delay weight gradients",
+    "delay_wgrad_compute": "only its linear layers can delay weight gradients",
     "symmetric_ar_type": "the fused kernel is Transformer Engine's",
     "fine_grained_activation_offloading": "activations are moved by Transformer Engine's hooks",
 }
-#: Flags of which a single value needs Transformer Engine → that value.
+#: dest → the only value that needs Transformer Engine.
 _ONLY: dict[str, str] = {"transformer_impl": "transformer_engine", "attention_backend": "fused"}
 
-#: Flags among them that act inside Transformer Engine's layers: without these layers they would do
-#: nothing.
+#: Flags of `NEEDS` that have an effect only inside Transformer Engine's layers.
 ACTS_IN_LAYERS = ("fp8_format", "fp4_format", "fp8_param_gather", "delay_wgrad_compute")
 
-#: The releases that megatron-core 0.16 is made for.
+#: How to install the releases that megatron-core 0.16 supports.
 INSTALL = (
     "pip install 'transformer-engine[pytorch]>=2.9,<2.12' on the trainer's hosts (GPU, CUDA "
     "toolkit)"
@@ -46,11 +45,10 @@ def is_installed() -> bool:
 
 
 def missing(values: Mapping[str, Any], *, installed: bool) -> UserError | None:
-    """The error for the first flag that needs Transformer Engine or its layers and has not got
-    them.
+    """Return an error for the first flag that lacks Transformer Engine or its layers, or None.
 
     Args:
-        values: by dest; a dest that is not there is unset.
+        values: by dest; a missing dest is unset.
 
     Example:
         >>> print(missing({"attention_backend": "fused"}, installed=False).what)
@@ -64,7 +62,7 @@ def missing(values: Mapping[str, Any], *, installed: bool) -> UserError | None:
         if value is None or value is False or (wanted is not None and value != wanted):
             continue
         if dest == "use_precision_aware_optimizer" and values.get("optimizer_cpu_offload"):
-            continue  # which does it itself
+            continue  # --optimizer-cpu-offload has its own implementation
         option = option_of(dest)
         asked = option if value is True else f"{option} {value}"
         if not installed:

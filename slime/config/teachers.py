@@ -8,7 +8,7 @@ from typing import Any
 
 from slime.errors import UserError
 
-#: Name of a teacher that is given without one, and teacher of samples that name none.
+#: Name of a teacher that the flag does not name; samples that name no teacher use it.
 DEFAULT = "default"
 #: Sources that are not directories: the policy itself, and the model without adapters.
 SELF = "self"
@@ -53,7 +53,7 @@ def read_teachers(values: Sequence[str]) -> tuple[Teacher, ...]:
 
 
 def engine_teachers(values: Sequence[str], models: Collection[str]) -> tuple[Teacher, ...]:
-    """Return the teachers in engines: those of the flag, else all ``models``.
+    """Return the teachers in engines: those of the flag, or all ``models`` if it is empty.
 
     Args:
         values: of --opd-teacher-urls: URLs, and names of models.

@@ -24,12 +24,13 @@ _KIND_NAMES = {
 
 
 def convert(spec: FlagSpec, value: Any, where: str = "") -> Any:
-    """The typed value of ``spec`` for ``value``, which may be text or already typed.
+    """Convert ``value``, which may be text or already typed, to the type of the flag.
 
     Args:
-        where: for messages, e.g. "run.yaml: ".
+        where: prefix of messages, e.g. "run.yaml: ".
     Raises:
-        UserError: wrong type, not among the choices, or a list where one value is wanted.
+        UserError: the type is wrong, the value is not among the choices, or a list was given for a
+            single value.
 
     Example:
         >>> from slime.config.flags import own_flags
@@ -46,12 +47,12 @@ def convert(spec: FlagSpec, value: Any, where: str = "") -> Any:
 
 
 def check_number(spec: FlagSpec, value: Any, where: str = "") -> None:
-    """Refuse a number outside the flag's range, also within a list; None is unset.
+    """Refuse a number outside the flag's range, also in a list; None is unset.
 
     Args:
-        where: names a value from elsewhere, in place of the flag.
+        where: name of the value in messages, if it is not the flag.
     Raises:
-        UserError: tells what the number is, and the range.
+        UserError: the number is out of range.
 
     Example:
         >>> from slime.config.flags import own_flags
@@ -84,7 +85,7 @@ def _convert_one(spec: FlagSpec, value: Any, where: str) -> Any:
         typed = _typed(spec.kind, value)
     except (ValueError, TypeError, SyntaxError) as error:
         if spec.meta.refused:
-            return value  # whatever it is, the reason for which it is refused says more
+            return value  # the flag's refusal explains more than an error about the type
         raise _wrong(spec, value, where, str(error) if spec.kind == "json" else "") from error
     if spec.kind == "json" and not spec.sections and not isinstance(typed, dict):
         raise _wrong(spec, value, where, 'it must be an object, {"key": value}')
@@ -126,8 +127,8 @@ def _typed(kind: str, value: Any) -> Any:
 
 
 def _int_or_list(value: Any) -> int | list[int]:
-    """A number, a list, or Megatron-LM's list expressions, also in the quotes that arrays of shell
-    scripts leave.
+    """Parse a number, a list, or a list expression of Megatron-LM, which may be in the quotes that
+    shell arrays leave.
 
     Example:
         >>> _int_or_list("'([0]*1+[1]*3)'")
@@ -143,7 +144,7 @@ def _int_or_list(value: Any) -> int | list[int]:
 
 
 def _evaluate(node: ast.expr) -> Any:
-    """Lists of whole numbers, with + and *: nothing else."""
+    """Evaluate an expression of lists and whole numbers with + and * only."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     if isinstance(node, ast.List):

@@ -1,5 +1,5 @@
-"""Measure the rates of this host's GPU: a product, a copy in memory, copies from the host and from
-another GPU, and small operations one after the other."""
+"""Measure the rates of this host's GPU: matrix products, copies in memory, from the host and from
+another GPU, and launches of small operations."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from slime.errors import UserError
 from slime.forecast.rates import DEFAULTS, Rates, default_rates
 from slime.memory.hardware import FLASH4_MAJORS
 
-#: What a run reaches of the rates of bare copies: 3.28 of about 4.1 TB/s in memory, 45 of 55 GB/s
-#: from the host and 290 of about 390 GB/s between GPUs of an H200. The bare rates of memory and
-#: between GPUs are those that others publish for it.
+#: Fractions of plain copy rates that a run reaches, from an H200: 3.28 of about 4.1 TB/s in memory,
+#: 45 of 55 GB/s from the host, and 290 of about 390 GB/s between GPUs. The copy rates in memory and
+#: between GPUs are published figures.
 _MEMORY_SHARE = 0.8
 _HOST_SHARE = 0.82
 _LINK_SHARE = 0.74
-#: Small operations, forward and backward, that take as long as the launches of a layer. Assumed.
+#: Number of small operations, forward and backward, whose launches take as long as those of a
+#: layer. Assumed.
 _OPERATIONS = 200
 
 
 def calibrate(seconds: float) -> Rates:
-    """Measure this host's GPU; what one host cannot tell (the network) is that of a default.
+    """Measure this host's GPU; the rate of the network is a default.
 
     Args:
-        seconds: at most, for each of the measurements.
+        seconds: duration of each measurement.
     Raises:
-        UserError: no GPU is here.
+        UserError: this host has no GPU.
     """
     import torch
 
@@ -68,13 +69,13 @@ def product_rate(size: int, device: str, seconds: float) -> float:
 
 
 def copied(nbytes: int, source: str, target: str, seconds: float) -> float:
-    """Bytes per second of a copy; what lies in host memory is pinned if there is a GPU."""
+    """Bytes per second of a copy, from pinned host memory if there is a GPU."""
     import torch
 
     pinned = source == "cpu" and torch.cuda.is_available()
-    given = torch.empty(nbytes, dtype=torch.uint8, device=source, pin_memory=pinned)
-    taken = torch.empty(nbytes, dtype=torch.uint8, device=target)
-    return nbytes / _shortest(lambda: taken.copy_(given, non_blocking=True), target, seconds)
+    read = torch.empty(nbytes, dtype=torch.uint8, device=source, pin_memory=pinned)
+    written = torch.empty(nbytes, dtype=torch.uint8, device=target)
+    return nbytes / _shortest(lambda: written.copy_(read, non_blocking=True), target, seconds)
 
 
 def operation_seconds(device: str, seconds: float, count: int = 200) -> float:
@@ -93,7 +94,7 @@ def operation_seconds(device: str, seconds: float, count: int = 200) -> float:
 
 
 def _shortest(work: Callable[[], object], device: str, seconds: float) -> float:
-    """The shortest of repeated calls, after one that does not count."""
+    """Return the shortest time of repeated calls, after one warm-up call."""
     import torch
 
     def settle() -> None:

@@ -1,5 +1,5 @@
-"""A discrete-event simulation of engines that generate: requests end one after the other, and an
-iteration takes longer the more of them run and the more tokens their caches hold."""
+"""A discrete-event simulation of generating engines. The time of an iteration grows with the number
+of running requests and with their cached tokens; the events are the ends of requests."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from slime.memory.engine import EngineSettings
 from slime.models import table_of
 from slime.models.flops import SequenceCost
 
-#: Seconds of an iteration that no weight and no token explains, and those of each request in it
-#: (sampling and log-probs over the vocabulary, detokenising). Fitted to docs/performance.md: 0.6B
-#: on an H200 with 256 and with 1,024 requests in flight, 4B with 32.
+#: Constant seconds per iteration, and seconds per request in it (sampling and log-probs over the
+#: vocabulary, detokenising). Fitted to docs/performance.md: 0.6B on an H200 with 256 and with 1,024
+#: requests in flight, 4B with 32.
 _ITERATION = 1.0e-3
 _REQUEST = 11e-6
-#: Share of a large product's rate that the products of a decode or prefill reach.
+#: Fraction of a large product's rate that products in decoding and prefilling reach.
 _PRODUCTS_SHARE = 0.8
-#: Seconds of one sum over the GPUs of a tensor-parallel engine; a layer has two. Assumed.
+#: Seconds of one all-reduce in a tensor-parallel engine; a layer has two. Assumed.
 _ALL_REDUCE = 12e-6
 
 
 @dataclass(frozen=True)
 class EngineSpeed:
-    """What an iteration of one engine costs.
+    """Cost of an iteration of one engine.
 
     Attributes:
-        dense, experts: seconds to read the weights that every token needs, and all experts.
-        routed: share of the experts that one token needs.
-        compute: seconds of the products of one token.
-        fixed: seconds of any iteration.
-        cached: seconds to read what the cache has of one token.
-        capacity: tokens that the cache holds.
-        request: seconds of each request in an iteration.
+        dense, experts: seconds to read the weights that every token uses, and all experts.
+        routed: fraction of the experts that one token uses.
+        compute: seconds of matrix products per token.
+        fixed: constant seconds per iteration.
+        cached: seconds to read one token's part of the KV cache.
+        capacity: tokens that the KV cache holds.
+        request: seconds per request in an iteration.
     """
 
     dense: float
@@ -77,7 +77,7 @@ class EngineSpeed:
         )
 
     def iteration(self, running: int) -> float:
-        """Seconds of an iteration with so many requests, the reading of their caches left out."""
+        """Seconds of an iteration with ``running`` requests, without reading their caches."""
         used = 1 - (1 - self.routed) ** running
         products = max(self.dense + self.experts * used, self.compute * running)
         return self.fixed + self.request * running + products
@@ -87,9 +87,9 @@ class Request(NamedTuple):
     """One response to generate.
 
     Attributes:
-        rollout: its number.
+        rollout: number of the rollout.
         prompt, response: tokens.
-        prefill: tokens of the prompt that no request before it has in the cache.
+        prefill: tokens of the prompt that are not cached yet.
     """
 
     rollout: int
@@ -102,7 +102,7 @@ class SimulatedEngine:
     """One simulated engine.
 
     Attributes:
-        time: seconds that have been simulated.
+        time: simulated seconds.
     """
 
     def __init__(self, speed: EngineSpeed) -> None:
@@ -132,7 +132,7 @@ class SimulatedEngine:
         return self.time + steps * self.speed.iteration(running) + growing
 
     def advance(self, now: float) -> None:
-        """Generate until ``now``, which is not after `next_end`."""
+        """Generate until ``now``, which must not be after `next_end`."""
         left = now - self.time
         if left <= 0:
             return
@@ -154,7 +154,7 @@ class SimulatedEngine:
         return request
 
     def stall(self, now: float, seconds: float) -> None:
-        """Generate nothing for a while from ``now`` on: weights are pushed."""
+        """Pause generation for ``seconds`` from ``now`` on, for a weight push."""
         self.advance(now)
         self.time += seconds
 
@@ -170,7 +170,7 @@ class SimulatedEngine:
 
 
 class Fleet:
-    """Engines of one speed behind a router that gives a request to the one with the fewest."""
+    """Equal engines behind a router that sends a request to the engine with the fewest."""
 
     def __init__(self, speed: EngineSpeed, count: int) -> None:
         self.engines = [SimulatedEngine(speed) for _ in range(count)]
@@ -194,7 +194,7 @@ class Fleet:
         return self._ends[0][0]
 
     def finish(self) -> tuple[float, Request]:
-        """The next response that ends, and when."""
+        """Return the time of the next end of a response, and its request."""
         time, number = self._ends[0]
         engine = self.engines[number]
         request = engine.finish()

@@ -1,5 +1,4 @@
-"""Which layouts of a number of GPUs are worth trying: those that fit into memory, the fastest
-first."""
+"""Search for layouts of a number of GPUs that fit into memory, fastest first."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ from slime.models.layouts import Layout
 from slime.placement import PlacementPlan
 
 _SIZES = (1, 2, 4, 8)
-#: Shares of the GPUs that the trainer may get where the engines have the rest.
+#: Fractions of the GPUs for the trainer in plans with separate GPUs; the engines have the rest.
 _TRAINER_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
-#: Rollouts ahead of the trainer that an asynchronous run is planned with, if the flags name none.
+#: Rollouts ahead of the trainer in asynchronous plans, if the flags do not set them.
 _AHEAD = 2
 #: Field of `TrainerSeconds` → its name as the limit of a step.
 _TRAINING = {
@@ -37,13 +36,13 @@ class Plan:
     """One way to use the GPUs, and the time of its steps.
 
     Attributes:
-        facts: who is where, and how.
-        work: what a step generates and trains on, and how far ahead.
-        seconds: of a step.
-        phases: seconds of a step by phase; they add up to ``seconds``.
-        generation: seconds of a rollout, hidden behind training or not.
+        facts: placement and layouts.
+        work: what a step generates and trains on, and how many rollouts ahead.
+        seconds: mean seconds of a step.
+        phases: mean seconds of a step by phase; their sum is ``seconds``.
+        generation: seconds to generate a rollout, also if they overlap with training.
         tokens_per_gpu: response tokens per second and GPU.
-        limit: what the time of a step is mostly spent on.
+        limit: what takes most of a step.
     """
 
     facts: Facts
@@ -55,7 +54,7 @@ class Plan:
     limit: str
 
     def flags(self, now: Plan, gpus_per_host: int) -> str:
-        """The flags that, behind those of the plan ``now``, ask for this one."""
+        """The flags that change the plan ``now`` to this one, when appended to its flags."""
         facts = self.facts
         assert facts.trainer is not None and now.facts.trainer is not None
         layout = facts.trainer.layout
@@ -68,7 +67,7 @@ class Plan:
             "pipeline-model": (layout.pipeline, old.pipeline),
             "expert-model": (layout.expert, old.expert),
         }
-        # unset it follows the tensor-parallel size
+        # if unset, the expert-tensor size equals the tensor-parallel size
         if facts.trainer.spec.num_experts and max(layout.tensor, old.tensor, old.expert_tensor) > 1:
             sizes["expert-tensor"] = (layout.expert_tensor, 2)
         words += [
@@ -97,7 +96,7 @@ def _hosts(gpus: int, gpus_per_host: int) -> int:
 def plan_of(
     facts: Facts, work: Workload, cost: SequenceCost, rates: Rates, gpu_bytes: float
 ) -> Plan:
-    """The time of steps with these facts."""
+    """Simulate steps with these facts, and return the plan with their times."""
     assert facts.engine is not None
     steps = simulate(facts, work, cost, rates, gpu_bytes)
     phases = mean_phases(steps)
@@ -115,12 +114,12 @@ def plan_of(
 
 
 def _limit(phases: dict[str, float], steps: list[Step], speed: EngineSpeed) -> str:
-    """Name what most of a step is spent on."""
+    """Name what takes most of a step."""
     name = max(phases, key=lambda phase: phases[phase])
     if name == "waiting for generation":
-        alone = sum(step.longest for step in steps) * speed.iteration(1)
+        longest_only = sum(step.longest for step in steps) * speed.iteration(1)
         generation = sum(step.generation for step in steps)
-        return "the longest response" if alone > generation / 2 else "generation"
+        return "the longest response" if longest_only > generation / 2 else "generation"
     if name != "training":
         return name
     parts = dataclasses.asdict(steps[0].trainer)
@@ -135,28 +134,28 @@ def best_plans(
     gpus: int,
     gpu_bytes: float,
 ) -> list[Plan]:
-    """Plans for a number of GPUs, the fastest first: colocated and asynchronous, with each size of
-    an engine, the trainer in the layout that is fastest among those that fit."""
+    """Return plans for a number of GPUs, fastest first: colocated and asynchronous ones, for each
+    size of an engine, with the fastest trainer layout that fits."""
     assert facts.trainer is not None
     found = []
     gpus -= facts.placement.num_critic  # a critic keeps its own
     trainers = dict[int, list[TrainerSettings]]()
     for engine_size in _SIZES:
-        for changed, own in _splits(facts, work, gpus, engine_size, rates.gpus_per_host):
+        for changed, changed_work in _splits(facts, work, gpus, engine_size, rates.gpus_per_host):
             world = changed.placement.num_train
             if world not in trainers:
                 trainers[world] = _trainers(facts.trainer, world, work, cost, rates)
             fitted = _first_that_fits(changed, trainers[world], gpu_bytes)
             if fitted is not None:
-                found.append(plan_of(fitted, own, cost, rates, gpu_bytes))
+                found.append(plan_of(fitted, changed_work, cost, rates, gpu_bytes))
     return sorted(found, key=lambda plan: plan.seconds)
 
 
 def _splits(
     facts: Facts, work: Workload, gpus: int, engine_size: int, gpus_per_host: int
 ) -> Iterator[tuple[Facts, Workload]]:
-    """Ways to share the GPUs between trainer and engines of ``engine_size`` GPUs each; a trainer on
-    several hosts has whole ones."""
+    """Yield ways to share the GPUs between trainer and engines of ``engine_size`` GPUs each. A
+    trainer on several hosts uses all GPUs of each."""
     assert facts.engine is not None
     if gpus < 1 or gpus % engine_size or facts.engine.spec.num_heads % engine_size:
         return
@@ -198,7 +197,7 @@ def _splits(
 def _trainers(
     settings: TrainerSettings, world: int, work: Workload, cost: SequenceCost, rates: Rates
 ) -> list[TrainerSettings]:
-    """Layouts of so many ranks, the fastest first."""
+    """Return trainer settings with layouts of ``world`` ranks, fastest first."""
     lengths = work.tokens(0)
 
     def seconds(one: TrainerSettings) -> float:
@@ -212,7 +211,7 @@ def _trainers(
 def _first_that_fits(
     facts: Facts, trainers: Sequence[TrainerSettings], gpu_bytes: float
 ) -> Facts | None:
-    """The facts with the first of the trainers that memory is enough for; None if there is none."""
+    """Return the facts with the first trainer that fits into memory; None if none fits."""
     assert facts.engine is not None
     if facts.engine.kv_tokens(gpu_bytes) < facts.engine.longest:
         return None
@@ -226,7 +225,8 @@ def _first_that_fits(
 def _layouts(
     settings: TrainerSettings, world: int, rates: Rates, samples: int
 ) -> Iterator[TrainerSettings]:
-    """Layouts of ``world`` ranks that cut the model evenly and leave every replica a sample."""
+    """Yield layouts of ``world`` ranks that split the model evenly, with at least one sample per
+    replica."""
     spec = settings.spec
     experts = _SIZES if spec.num_experts else (1,)
     for tensor in _SIZES:

@@ -1,4 +1,4 @@
-"""How long responses are: a distribution, a file of lengths, or the samples of a run."""
+"""Lengths of responses: from a distribution, a file, or the samples of a run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from slime.errors import UserError
 from slime.files import read_lines
 
-#: Spread of the logarithm of lengths where nothing tells them, and their mean as a share of the
-#: longest response that the flags allow.
+#: Assumed standard deviation of the logarithm of lengths, and their assumed mean as a fraction of
+#: the longest response that the flags allow.
 SIGMA = 0.9
 MEAN_SHARE = 0.25
 _DRAWN = 1 << 14
@@ -20,32 +20,32 @@ _WANTED = "pass a run folder with samples, or a JSON file such as [[310, 1200], 
 
 
 def log_normal(mean: float, longest: int, sigma: float = SIGMA) -> list[int]:
-    """Draw lengths whose mean is about ``mean`` after those beyond ``longest`` are cut; the same
-    ones in every call."""
+    """Draw log-normal lengths, capped at ``longest``, whose mean after the cap is about ``mean``.
+    Every call gives the same lengths."""
     drawn = random.Random(0)
     normal = [drawn.gauss(0.0, sigma) for _ in range(_DRAWN)]
 
-    def cut(median: float) -> list[int]:
+    def capped(median: float) -> list[int]:
         return [min(longest, max(1, round(median * math.exp(one)))) for one in normal]
 
     low = 0.0
     high = float(longest)
     for _ in range(30):
         middle = (low + high) / 2
-        if sum(cut(middle)) < mean * _DRAWN:
+        if sum(capped(middle)) < mean * _DRAWN:
             low = middle
         else:
             high = middle
-    return cut(high)
+    return capped(high)
 
 
 def read_lengths(path: Path) -> list[int]:
-    """Lengths of responses in tokens, in the order of the samples.
+    """Read lengths of responses in tokens, in the order of the samples.
 
     Args:
         path: a run folder, or a JSON file with a list of lengths or of lists of lengths.
     Raises:
-        UserError: there are none.
+        UserError: the path cannot be read or contains no lengths.
     """
     try:
         if path.is_dir():

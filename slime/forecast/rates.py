@@ -13,20 +13,20 @@ from slime.files import write_atomically
 
 @dataclass(frozen=True)
 class Rates:
-    """Speeds of one GPU and of what connects it.
+    """Speeds of one GPU and of its connections.
 
     Attributes:
-        gpu: its name.
+        gpu: name of the GPU.
         products: FLOP/s of a large matrix product in bfloat16.
-        memory: bytes/s that kernels reach which only read and write.
-        link: bytes/s that a GPU receives from the others of its host in a collective.
-        network: bytes/s that it receives from other hosts.
+        memory: bytes/s of kernels that only read and write memory.
+        link: bytes/s that a GPU receives from other GPUs of its host in a collective.
+        network: bytes/s that a GPU receives from other hosts.
         host_link: bytes/s from pinned host memory.
-        launch: seconds that the host needs to launch the kernels of one layer, forward and
-            backward; a micro-batch takes no less.
+        launch: seconds that the host takes to launch the kernels of one layer, forward and
+            backward: a lower bound of a layer's time per micro-batch.
         gpu_gb: memory in 10⁹ bytes.
-        source: where the numbers are from.
-        flash4: flash-attn-4 is for it.
+        source: where the numbers come from.
+        flash4: flash-attn-4 supports the GPU.
     """
 
     gpu: str
@@ -89,10 +89,10 @@ DEFAULTS = {rates.gpu: rates for rates in (_H200, _H100, _A100)}
 
 
 def default_rates(name: str) -> Rates:
-    """The rates of a kind of GPU by its name, or by a driver's name that contains it.
+    """Return the rates of a kind of GPU, whose name ``name`` contains ("NVIDIA H200").
 
     Raises:
-        UserError: no rates are known for it.
+        UserError: no default rates exist for the GPU.
     """
     for kind, rates in DEFAULTS.items():
         if kind.lower() in name.lower():
@@ -101,7 +101,7 @@ def default_rates(name: str) -> Rates:
         f"no rates are known for the GPU {name!r}",
         why=f"defaults exist for {', '.join(DEFAULTS)}",
         fix="run `slime plan --calibrate rates.json` on it and pass --rates rates.json, or name "
-        "the nearest of these with --device",
+        "the most similar GPU of these with --device",
     )
 
 
@@ -113,7 +113,7 @@ def load_rates(path: Path) -> Rates:
     """Read what `save_rates` wrote.
 
     Raises:
-        UserError: the file is missing, is not such a file, or holds rates that cannot be.
+        UserError: the file is missing, has another format, or holds impossible rates.
     """
     try:
         rates = Rates(**json.loads(path.read_text()))
@@ -129,5 +129,5 @@ def load_rates(path: Path) -> Rates:
         raise UserError(
             f"--rates {path} cannot be read",
             why=str(error),
-            fix=f"slime plan --calibrate {path}",
+            fix=f"write the file with slime plan --calibrate {path}",
         ) from None

@@ -1,5 +1,4 @@
-"""How long the steps of a run take: rollouts, training and pushes, after one another or at the same
-time."""
+"""Simulate the steps of a run: rollouts, training and pushes, in lock step or overlapping."""
 
 from __future__ import annotations
 
@@ -16,23 +15,23 @@ from slime.forecast.trainer import TrainerSeconds, train_seconds
 from slime.memory.plan import Facts
 from slime.models.flops import SequenceCost
 
-#: Seconds of a push beside the transfer of its bytes, of the transfer per byte between GPUs of one
-#: host, and of the wait for interrupted responses when it happens in flight; docs/performance.md:
-#: 8 GB in 0.11 to 0.15 s, 61 GB in 1.0 s; 1.0 s in flight.
+#: Constant seconds of a push, bytes/s of its transfer between GPUs of one host, and seconds of the
+#: wait for interrupted responses in flight. From docs/performance.md: 8 GB in 0.11 to 0.15 s, 61 GB
+#: in 1.0 s; 1.0 s in flight.
 _PUSH = 0.03
 _PUSH_RATE = 65e9
 _INTERRUPTION = 1.0
-#: A sleep of the trainer takes longer than its wake; the engines' memory takes a moment too.
+#: Time of a trainer's sleep relative to its wake, and seconds for the engines' memory.
 _SLEEP_TO_WAKE = 1.25
 _ENGINE_MEMORY = 0.3
-#: What is left of a step: rewards, packing, records, and batches on their way to the trainer.
+#: Seconds per step, and per token, of rewards, packing, records and the transfer of batches.
 _HANDOVER = 0.3
 _HANDOVER_PER_TOKEN = 0.5e-6
-#: Steps that are simulated in lock step, and waves of rollouts (see `simulate`) otherwise, in both
-#: cases behind the first rollouts, which are left out.
+#: Simulated steps in lock step, and waves of rollouts (see `simulate`) otherwise, after the first
+#: rollouts, which are not counted.
 _STEPS = 3
 _WAVES = 2
-#: A large fleet is simulated in part: enough engines for about this many responses of a rollout.
+#: For large fleets only so many engines are simulated that a rollout has about this many responses.
 _RESPONSES = 2048
 
 
@@ -41,10 +40,10 @@ class Workload:
     """What one step generates and trains on.
 
     Attributes:
-        prompts, samples: of a rollout, and responses to each prompt.
+        prompts, samples: prompts per rollout, and responses per prompt.
         prompt_tokens: tokens of a prompt.
-        lengths: tokens of responses, taken in turn, again and again.
-        updates: optimizer steps of a rollout.
+        lengths: tokens of responses, repeated in this order.
+        updates: optimizer steps per rollout.
         scorings: passes of the trainer without gradients.
         ahead: rollouts ahead of the trainer (--async-buffer-size).
         in_flight: pushes interrupt responses instead of waiting for them.
@@ -63,24 +62,24 @@ class Workload:
 
     @staticmethod
     def of(config: Config, lengths: Sequence[int], prompt_tokens: int) -> Workload:
-        """The workload that the flags describe."""
+        """Read the flags."""
         algorithm = config.algorithm
         train = config.train
-        separate = train.num_steps_per_rollout > 1 and not algorithm.use_rollout_logprobs
+        scores_old = train.num_steps_per_rollout > 1 and not algorithm.use_rollout_logprobs
         return Workload(
             prompts=config.rollout.rollout_batch_size,
             samples=config.rollout.n_samples_per_prompt,
             prompt_tokens=prompt_tokens,
             lengths=lengths,
             updates=train.num_steps_per_rollout,
-            scorings=int(algorithm.needs_reference) + int(separate),
+            scorings=int(algorithm.needs_reference) + int(scores_old),
             ahead=config.sync.async_buffer_size,
             in_flight=config.sync.update_weights_in_flight,
             interval=config.sync.update_weights_interval,
         )
 
     def rollout(self, number: int) -> list[Request]:
-        """Requests of a rollout; the first of a prompt computes what the others find cached."""
+        """Requests of a rollout. Only the first request of a prompt prefills it."""
         size = self.prompts * self.samples
         indices = range(number * size, (number + 1) * size)
         return [
@@ -94,7 +93,7 @@ class Workload:
         ]
 
     def tokens(self, number: int) -> list[int]:
-        """Tokens of each sample of a rollout, its prompt included."""
+        """Tokens of each sample of a rollout, including its prompt."""
         return [request.prompt + request.response for request in self.rollout(number)]
 
 
@@ -103,13 +102,13 @@ class Step:
     """Seconds of one step.
 
     Attributes:
-        generation: until the last response of its rollout, from its beginning.
-        waiting: the trainer waits for it; in lock step the same as ``generation``.
-        trainer: training, by what it is spent on.
+        generation: from the start of the rollout to the end of its last response.
+        waiting: the trainer's wait for the rollout; in lock step equal to ``generation``.
+        trainer: training, by activity.
         push, memory, handover: the rest; ``memory`` is sleep and wake of both sides.
-        total: from the end of the step before to the end of this one.
+        total: from the end of the previous step to the end of this one.
         longest: tokens of the longest response.
-        tokens: of all responses.
+        tokens: tokens of all responses.
     """
 
     generation: float
@@ -141,14 +140,14 @@ def simulate(
     gpu_bytes: float,
     waves: int = _WAVES,
 ) -> list[Step]:
-    """Simulate the steps of a run that is well under way.
+    """Simulate steps of a run in steady state.
 
     Args:
-        facts: who is where, and how.
+        facts: placement and layouts.
         cost: forward FLOPs of a sequence.
         gpu_bytes: memory of one GPU.
-        waves: times that the rollouts under way at once are replaced by the next; lock step has one
-            rollout under way, and three steps are simulated.
+        waves: how many times all rollouts in flight are replaced by the next; ignored in lock step,
+            where three steps are simulated.
     """
     assert facts.engine is not None and facts.trainer is not None
     speed = EngineSpeed.of(facts.engine, cost, rates, gpu_bytes)
@@ -156,7 +155,7 @@ def simulate(
     fleet = Fleet(speed, facts.placement.num_engines // part)
     first = max(1, work.ahead)
     wanted = waves * first if work.ahead else _STEPS
-    count = first + -(-wanted // work.interval) * work.interval  # as many with a push as usual
+    count = first + -(-wanted // work.interval) * work.interval  # whole intervals between pushes
     trained = (_trained_seconds(facts, work, cost, rates, number) for number in itertools.count())
     steps = list(itertools.islice(_steps(facts, work, rates, fleet, part, trained), count))
     return steps[first:]
@@ -165,7 +164,7 @@ def simulate(
 def _trained_seconds(
     facts: Facts, work: Workload, cost: SequenceCost, rates: Rates, number: int
 ) -> TrainerSeconds:
-    """Seconds to train on a rollout; of a critic with GPUs of its own, if that takes longer."""
+    """Seconds to train on a rollout, or of a critic on its own GPUs if that takes longer."""
     lengths = work.tokens(number)
     assert facts.trainer is not None
     policy = train_seconds(
@@ -178,10 +177,10 @@ def _trained_seconds(
 
 
 def _part(work: Workload, engines: int) -> int:
-    """The number of equal parts of engines and prompts, of which one is simulated."""
-    most = min(engines, work.prompts, max(1, work.prompts * work.samples // _RESPONSES))
+    """The number of equal parts into which engines and prompts are divided; one is simulated."""
+    limit = min(engines, work.prompts, max(1, work.prompts * work.samples // _RESPONSES))
     return max(
-        part for part in range(1, most + 1) if not engines % part and not work.prompts % part
+        part for part in range(1, limit + 1) if not engines % part and not work.prompts % part
     )
 
 
@@ -208,7 +207,7 @@ def _steps(
         fleet.add(requests, now)
 
     def generate(until: float) -> None:
-        """Let all responses end that end by then."""
+        """Process all ends of responses up to ``until``."""
         while fleet.next_end() <= until:
             time, request = fleet.finish()
             left[request.rollout] -= 1
@@ -232,7 +231,7 @@ def _steps(
         now += trainer.total + handover + memory
         generate(now)
         push = 0.0 if (number + 1) % work.interval else push_seconds
-        if push and work.ahead and not work.in_flight:  # which waits until nothing is generated
+        if push and work.ahead and not work.in_flight:  # the push waits for all responses
             while any(engine.load for engine in fleet.engines):
                 generate(fleet.next_end())
             drained = max(engine.time for engine in fleet.engines)
@@ -256,7 +255,7 @@ def _steps(
 
 
 def _push_seconds(facts: Facts, rates: Rates, in_flight: bool) -> float:
-    """Seconds from pause to continue."""
+    """Seconds of a push, from pausing to resuming generation."""
     assert facts.trainer is not None and facts.engine is not None
     stages = facts.trainer.stages
     layout = facts.trainer.layout
@@ -268,7 +267,7 @@ def _push_seconds(facts: Facts, rates: Rates, in_flight: bool) -> float:
 
 
 def _memory_seconds(facts: Facts, rates: Rates) -> float:
-    """Seconds in which trainer and engines hand the GPUs' memory to each other."""
+    """Seconds per step of sleeping and waking trainer and engines."""
     assert facts.trainer is not None
     if not facts.colocate or not facts.trainer_sleeps:
         return 0.0

@@ -1,4 +1,4 @@
-"""How long the trainer takes for the samples of a rollout."""
+"""Model of the trainer's time for the samples of a rollout."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from slime.memory.trainer import TrainerSettings
 from slime.models.flops import SequenceCost
 from slime.models.spec import ModelSpec
 
-#: Share of a large product's rate that the products of a layer reach, and bytes that everything
-#: else in a layer moves per token and entry of the hidden state (norms, activations, rotations),
-#: forward and backward. Both solve two measurements of docs/performance.md on an H200: a step of
-#: 16,384 tokens takes 0.873 s with 4B and 0.180 s with 0.6B.
+#: Fraction of a large product's rate that the products of a layer reach, and bytes of memory
+#: traffic of all other operations in a layer (norms, activations, rotations) per token and entry of
+#: the hidden state, forward and backward. Both are solved from two measurements on an H200 in
+#: docs/performance.md: a step of 16,384 tokens takes 0.873 s with 4B and 0.180 s with 0.6B.
 _PRODUCTS_SHARE = 0.947
 _MOVED = 530.0
-#: The same for each copy of a token that goes to an expert: 39,100 tokens/s of the mixture of
-#: experts with 4B parameters.
+#: Memory traffic per copy of a token that goes to an expert, from 39,100 tokens/s of the
+#: mixture-of-experts model with 4B parameters.
 _MOVED_PER_EXPERT = 85.0
-#: Cost of a pass without gradients, as a share of a training pass.
+#: Cost of a pass without gradients, as a fraction of a training pass.
 _FORWARD = 1 / 3
-#: Bytes that the optimizer reads and writes for a parameter.
+#: Bytes that the optimizer reads and writes per parameter.
 _OPTIMIZER_BYTES = 30.0
 
 
 @dataclass(frozen=True)
 class TrainerSeconds:
-    """Seconds of one rollout's training by what it is spent on.
+    """Seconds of one rollout's training, by activity.
 
     Attributes:
-        compute: products and what is between them, idle pipeline stages included.
-        exchange: of activations, in tensor, context and expert parallel groups.
+        compute: products and other operations of layers, including pipeline bubbles.
+        exchange: exchange of activations in tensor, context and expert parallel groups.
         gradients: exchange of gradients and of new weights between replicas.
-        optimizer: the update itself, transfers of states from the host included.
+        optimizer: updates, including transfers of states from the host.
         scoring: log-probs without gradients.
     """
 
@@ -60,25 +60,26 @@ def train_seconds(
     updates: int = 1,
     scorings: int = 0,
 ) -> TrainerSeconds:
-    """Seconds to train on the samples of a rollout.
+    """Seconds to train on the samples of a rollout. A critic on the same GPUs takes as long as the
+    policy.
 
     Args:
         cost: forward FLOPs of a sequence.
-        lengths: tokens of each sample, its prompt included.
+        lengths: tokens of each sample, including its prompt.
         updates: optimizer steps.
-        scorings: passes without gradients over all samples (old log-probs, the reference's), those
-            of teachers not counted. A critic trains as long as the policy.
+        scorings: passes without gradients over all samples (old policy, reference), without those
+            of teachers.
     """
     layout = settings.layout
     spec = settings.spec
     model = layout.tensor * layout.context * layout.pipeline
     flops, tokens = _busiest(cost, tuple(lengths), layout.data)
     layer_tokens = tokens * spec.num_layers / model
-    # the last pipeline stage has the output layer besides its layers
+    # the last pipeline stage also has the output layer
     output = 2.0 * spec.hidden_size * spec.padded_vocab_size * tokens
-    of_stage = (flops - output) / layout.pipeline + output
+    stage_flops = (flops - output) / layout.pipeline + output
     width = layout.tensor * layout.context
-    products = 3 * of_stage / width / (rates.products * _PRODUCTS_SHARE)
+    products = 3 * stage_flops / width / (rates.products * _PRODUCTS_SHARE)
     moved = layer_tokens * spec.hidden_size * (_MOVED + _MOVED_PER_EXPERT * experts_per_token(spec))
     passes = 4 / 3 if settings.recompute.granularity == "full" else 1.0
     busy = passes * (products + moved / rates.memory)
@@ -102,8 +103,8 @@ def train_seconds(
 
 @lru_cache(maxsize=256)
 def _busiest(cost: SequenceCost, lengths: tuple[int, ...], ranks: int) -> tuple[float, int]:
-    """FLOPs and tokens of the replica that has most, if each sample goes to the one that has
-    least."""
+    """FLOPs and tokens of the busiest replica, if each sample, longest first, goes to the replica
+    with the least work."""
     loads = [(0.0, number, 0) for number in range(ranks)]
     for length in sorted(lengths, reverse=True):
         flops, number, tokens = loads[0]
@@ -119,15 +120,15 @@ def experts_per_token(spec: ModelSpec) -> int:
 def _exchange(settings: TrainerSettings, rates: Rates, layer_tokens: float) -> float:
     """Seconds of the collectives between layers, forward and backward.
 
-    Tensor and context parallelism exchange the hidden state eight times a layer (gather and
-    scatter, or heads for tokens, of two blocks, forward and backward), experts four times for each
-    copy of a token.
+    Tensor and context parallelism exchange the hidden state eight times per layer (gather and
+    scatter, or heads for tokens, of two blocks, forward and backward), experts four times per copy
+    of a token.
     """
     layout = settings.layout
     row = settings.spec.hidden_size * settings.element
     seconds = 0.0
     for size, times in (
-        (layout.tensor, 8 * layout.tensor),  # each rank gathers the tokens of all
+        (layout.tensor, 8 * layout.tensor),  # each rank gathers the tokens of all ranks
         (layout.context, 8),
         (layout.expert, 4 * experts_per_token(settings.spec)),
     ):
@@ -137,7 +138,7 @@ def _exchange(settings: TrainerSettings, rates: Rates, layer_tokens: float) -> f
 
 
 def _gradients(settings: TrainerSettings, rates: Rates) -> float:
-    """Seconds to add up the gradients of all replicas and to spread the new weights."""
+    """Seconds to reduce the gradients of all replicas and to gather the new weights."""
     stage = settings.stages[0]
     layout = settings.layout
     seconds = 0.0
@@ -150,5 +151,5 @@ def _gradients(settings: TrainerSettings, rates: Rates) -> float:
 
 
 def _speed(rates: Rates, gpus: int) -> float:
-    """Bytes per second and GPU in a group that so many neighbouring GPUs span."""
+    """Bytes per second and GPU in a group that spans ``gpus`` neighbouring GPUs."""
     return rates.link if gpus <= rates.gpus_per_host else rates.network

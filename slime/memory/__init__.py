@@ -4,5 +4,5 @@
                                       └─► engine (weights, KV cache) ───────────────────────────┤
                                                                            plan ─► table ◄──────┘
 
-Imports no torch and no Ray. Bytes throughout; a GB is 10⁹ of them.
+Imports no torch and no Ray. Sizes are in bytes; 1 GB is 10⁹ bytes.
 """

@@ -2,12 +2,12 @@
 
 Each layer type has a formula: the tensors that autograd saves, with their widths. `saved_by_layer`
 adds the token mixer's formula (`slime.models.mixers`) and those of the MLP and the experts. A test
-counts the saved tensors of the real layers and demands agreement. ``T`` is the rank's share of the
-micro-batch under context parallelism, and the whole of it under tensor parallelism. With sequence
-parallelism, tensors outside attention and MLP are divided too.
+compares it with the saved tensors of the real layers. Tokens are those of the rank's share under
+context parallelism; tensor parallelism does not divide them. With sequence parallelism, tensors
+outside attention and MLP are divided too.
 
-Frozen weights need no gradient, and so not their inputs: with adapters a layer keeps the inputs of
-those matrices alone that have one, and what A makes of them.
+The gradient of a frozen weight is not computed, so its input is not kept: with adapters a layer
+keeps only the inputs of matrices that have an adapter, and the products A·x.
 
     dense layer     norm ► token mixer ► norm ► [gate|up] ► product
     expert layer    … ► norm ► router ► rows, k per token ► [gate|up] ► product ► sum
@@ -61,9 +61,9 @@ class Saved:
     """Bytes per token that one layer keeps.
 
     Attributes:
-        parts: by what they are.
-        per_row: of them, those that grow with the rows that arrive at this rank's experts: more
-            than the average where the router prefers some.
+        parts: bytes by description.
+        per_row: the part that is proportional to the rows that this rank's experts receive; an
+            unbalanced router makes them more than the average.
     """
 
     parts: dict[str, float]
@@ -82,8 +82,8 @@ def saved_by_layer(
     recompute: Recompute,
     adapters: AdapterConfig | None = None,
 ) -> Saved:
-    """Return what layer ``layer`` keeps per token. Of ``recompute`` only the modules matter here,
-    see `saved_by_stage`."""
+    """Return what layer ``layer`` keeps per token. Only recomputed modules are subtracted here;
+    `saved_by_stage` handles recomputed layers."""
     has_input = _Inputs(adapters)
     drop = set(recompute.modules) if recompute.granularity == "selective" else set()
     share = 1 / layout.tensor if layout.sequence_parallel else 1.0
@@ -93,7 +93,7 @@ def saved_by_layer(
         outputs = has_input.of_attention + has_input.of_gate_and_up
         parts["norms"] = outputs * width * kernels.element + 2 * kernels.norm(width, share)
     if spec.post_norms:
-        parts["norms behind attention and MLP"] = 2 * (
+        parts["norms after attention and MLP"] = 2 * (
             width * kernels.element + kernels.norm(width, share)
         )
     parts |= mixer_of(spec.transformer, layer).saved(spec, layout, kernels, drop)
@@ -137,7 +137,7 @@ class _Inputs:
 def _adapter_products(
     spec: ModelSpec, layout: Layout, layer: int, kernels: Kernels, adapters: AdapterConfig
 ) -> tuple[float, float]:
-    """Bytes per token of A·x: of layers that see each token, and of routed experts."""
+    """Bytes per token of A·x: (layers outside routed experts, routed experts)."""
     widths = {True: 0, False: 0}
     for one in adapted_layers(table_of(spec), spec, adapters):
         if one.base.is_of_layer and one.base.applies(spec, layer):
@@ -147,8 +147,8 @@ def _adapter_products(
 
 
 def spread_entries(spec: ModelSpec, layout: Layout, layer: int, adapters: AdapterConfig) -> float:
-    """Entries of the B's that lie between zeros, as the parts of a fused layer have a B each: they
-    are made for each micro-batch and kept for its backward pass."""
+    """Entries of block-diagonal B matrices: a fused layer whose parts have a B each combines them,
+    for each micro-batch, and keeps the result for the backward pass."""
     total = 0.0
     for one in adapted_layers(table_of(spec), spec, adapters):
         parts = sum(one.present)
@@ -171,11 +171,10 @@ def _mlp(
 
 
 def rows_per_token(spec: ModelSpec, layout: Layout) -> float:
-    """Rows that arrive at a rank's experts per token of its micro-batch, when the router is
-    balanced.
+    """Rows that a rank's experts receive per token of its micro-batch, with a balanced router.
 
-    Each tensor-parallel rank sends its part of the tokens to ``k`` experts, each of which may be
-    cut over several.
+    Each tensor-parallel rank sends its part of the tokens to ``k`` experts each, and an expert may
+    be split over several ranks.
     """
     return int(spec.transformer["moe_router_topk"]) * layout.expert_tensor / layout.tensor
 
@@ -188,7 +187,7 @@ def _experts(
     if "moe" in drop:
         return {}, 0.0
     topk = int(facts["moe_router_topk"])
-    mine = 1 / layout.tensor
+    own_tokens = 1 / layout.tensor
     rows = rows_per_token(spec, layout)
     width = int(facts["moe_ffn_hidden_size"]) / layout.expert_tensor * element
     halves = 2 if facts.get("gated_linear_unit") else 1
@@ -200,8 +199,8 @@ def _experts(
     chosen = topk * (_INT64 + FLOAT32_BYTES) + (FLOAT32_BYTES if sigmoid else 0)
     exchanged = layout.expert * layout.expert_tensor > 1
     parts = {
-        "router": mine * (spec.num_experts * FLOAT32_BYTES + chosen),
-        "ways of the rows": rows * _INT64 * 3 + (rows * _INT64 * 2 if exchanged else 0),
+        "router": own_tokens * (spec.num_experts * FLOAT32_BYTES + chosen),
+        "indices of the rows": rows * _INT64 * 3 + (rows * _INT64 * 2 if exchanged else 0),
         "rows at experts": rows * per_row,
     }
     shared = int(facts.get("moe_shared_expert_intermediate_size") or 0) / layout.tensor * element
@@ -218,10 +217,10 @@ class StageActivations:
     """Bytes per token that a pipeline stage keeps.
 
     Attributes:
-        kept: for every micro-batch that is under way.
-        rebuilt: while a block of layers is computed again; once, whatever is under way.
+        kept: for every micro-batch in flight.
+        rebuilt: while a block of layers is recomputed; once, for all micro-batches in flight.
         working: forward and backward temporaries of the widest layer; once.
-        uneven: of ``kept`` and ``rebuilt``, what grows with the rows that arrive at experts.
+        uneven: the part of ``kept`` and ``rebuilt`` that is proportional to the rows of experts.
     """
 
     kept: float
@@ -238,7 +237,7 @@ def saved_by_stage(
     recompute: Recompute,
     adapters: AdapterConfig | None = None,
 ) -> StageActivations:
-    """Add up all layers of a stage, for one micro-batch."""
+    """Sum over all layers of a stage, for one micro-batch."""
     layers = layout.layers_of(stage, spec.num_layers)
     saved = [saved_by_layer(spec, layout, layer, kernels, recompute, adapters) for layer in layers]
     share = 1 / layout.tensor if layout.sequence_parallel else 1.0
@@ -268,24 +267,23 @@ def saved_by_stage(
 
 
 def _working(spec: ModelSpec, layout: Layout, layer: int, kernels: Kernels) -> float:
-    """Return the entries of one layer's temporaries in the backward pass: gradients of its widest
-    parts, and what they are made of.
+    """Return an upper estimate of the entries of a layer's temporaries in the backward pass:
+    gradients of its widest activations, and tensors that these are computed from.
 
-    An estimate from above, not a count: what is alive at once depends on kernels. Gradients of
-    weights are none of them on GPUs, where the product adds to the buffer.
+    Which of them exist at the same time depends on kernels. On GPUs, gradients of weights need no
+    temporaries, as their products accumulate into the gradient buffer.
     """
     facts = spec.transformer
     hidden = spec.hidden_size
     query = spec.num_heads / layout.tensor * spec.head_dim
-    # gradients of output, query, key and value, none wider than the query, and on GPUs the query's
-    # sum in float32
+    # gradients of output, query, key and value, none wider than the query; on GPUs also the query's
+    # gradient accumulated in float32
     attention = (4 + (FLOAT32_BYTES / kernels.element if kernels.fused else 0)) * query
     if spec.is_moe_layer(layer):
         rows = rows_per_token(spec, layout)
         width = int(facts["moe_ffn_hidden_size"]) / layout.expert_tensor
         mlp = rows * (2 * hidden + 4 * width)
     else:
-        # gradients of the product and of gate and up, and without a kernel the parts that the
-        # latter is made of
+        # gradients of the product, of gate and of up; without a fused kernel, two more temporaries
         mlp = (3 if kernels.fused else 5) * int(facts["ffn_hidden_size"]) / layout.tensor
     return 4 * hidden + max(attention, mlp)

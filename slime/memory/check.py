@@ -1,7 +1,6 @@
-"""The memory plan at launch: shown in a few lines, and refused when it cannot fit, with what to
-change.
+"""The check of the memory plan at launch: it logs a summary, and refuses a plan that does not fit.
 
-Each change is tried out on the plan, and listed with its result.
+The error lists changes of flags, each with the memory that the plan would need after it.
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ from slime.placement import PlacementPlan
 logger = get_logger(__name__)
 
 _SHOWN = 4
-_MOST_TOGETHER = 5
-_WORTH_IT = 0.02  # of a device's memory
+_MAX_COMBINED = 5
+_MIN_GAIN = 0.02  # of a device's memory
 _SMALLEST_FRACTION = 0.2
 _FLOAT32_MOMENTS = 8.0
 
 
 def check_memory(config: Config, device: DeviceMemory | None = None) -> MemoryPlan:
-    """Log the plan.
+    """Log the plan, and refuse it if it does not fit.
 
     Args:
-        device: what the ranks run on, where the Ray cluster says; default: as the flags and this
-            host say.
+        device: memory of the ranks' devices as a Ray cluster reports it; default: from the flags
+            and this host.
     Raises:
         UserError: on GPUs, the plan does not fit and ``--memory-plan`` is not ``warn``.
     """
@@ -76,12 +75,12 @@ def _could_keep_weights(plan: MemoryPlan) -> bool:
 def check_memory_of_cluster(
     config: Config, gpu_memory: float | None, host_memory: float, *, on_gpu: bool
 ) -> None:
-    """`check_memory` with what the nodes of a Ray cluster tell; nothing where they have no GPUs, as
-    several hosts share the work then and this one's memory says nothing.
+    """Call `check_memory` with the memory that the nodes of a Ray cluster report. Without GPUs
+    nothing is checked, because this host's memory tells nothing about the other nodes.
 
     Args:
         gpu_memory: bytes of the smallest GPU of the run; None: no driver reports it.
-        host_memory: bytes of its smallest node.
+        host_memory: bytes of the smallest node of the run.
     """
     if not on_gpu:
         return
@@ -90,8 +89,8 @@ def check_memory_of_cluster(
 
 
 def judge(config: Config, plan: MemoryPlan) -> None:
-    """Refuse a plan that does not fit, or warn; without GPUs, where the host can swap and much is a
-    guess, only warn.
+    """Refuse a plan that does not fit, or warn if the flag says so. Without GPUs only warn, because
+    the host can swap and the estimate is rough.
 
     Raises:
         UserError: as `check_memory`.
@@ -122,23 +121,23 @@ def _largest(phase: Phase, count: int) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the flags, and the facts that would follow."""
+    """A change of flags, and the plan's facts after it."""
 
     text: str
     facts: Facts
 
 
 def refuse(plan: MemoryPlan) -> UserError:
-    """The error of a plan that does not fit."""
-    goes_on = "or go on all the same with --memory-plan warn"
+    """Return the error for a plan that does not fit."""
+    override = "or start anyway with --memory-plan warn"
     if not plan.overfull and plan.starved:
-        return _starved(plan, goes_on)
+        return _starved(plan, override)
     if not plan.overfull:
-        return _host_full(plan, goes_on)
+        return _host_full(plan, override)
     phase = plan.overfull[0]
     largest = ", ".join(f"{_named(use)} {gb(use.nbytes)} GB" for use in phase.largest[:4])
     names = list(dict.fromkeys(other.name for other in plan.overfull))
-    also = f"; nor fits {' and '.join(names[1:])}" if len(names) > 1 else ""
+    also = f"; {' and '.join(names[1:])} does not fit either" if len(names) > 1 else ""
     lines = []
     for rank, name in enumerate(names):
         for text, peak in remedies(plan, name)[: _SHOWN if rank == 0 else 1]:
@@ -147,11 +146,11 @@ def refuse(plan: MemoryPlan) -> UserError:
         f"the memory plan does not fit: {phase.name} needs {gb(phase.total)} GB on "
         f"{phase.devices}, limit {gb(plan.limit)} GB (of {gb(plan.device.nbytes)} GB)",
         why=f"the largest parts: {largest}{also}; --dry-run shows all",
-        fix="\n       ".join([*lines, goes_on]),
+        fix="\n       ".join([*lines, override]),
     )
 
 
-def _starved(plan: MemoryPlan, goes_on: str) -> UserError:
+def _starved(plan: MemoryPlan, override: str) -> UserError:
     engine = plan.facts.engine
     assert engine is not None
     memory = plan.device.nbytes
@@ -172,11 +171,11 @@ def _starved(plan: MemoryPlan, goes_on: str) -> UserError:
         why=f"{engine.fraction_option} {fraction:g} of {gb(memory)} GB is {gb(fraction * memory)} "
         f"GB, of which the weights take {gb(engine.weights)} GB; a token takes "
         f"{engine.kv_per_token / 1e3:.0f} kB",
-        fix="\n       ".join([*ways, goes_on]),
+        fix="\n       ".join([*ways, override]),
     )
 
 
-def _host_full(plan: MemoryPlan, goes_on: str) -> UserError:
+def _host_full(plan: MemoryPlan, override: str) -> UserError:
     tried = [(change.text, node_memory(change.facts).total) for change in host_changes(plan.facts)]
     useful = [(text, total) for text, total in tried if total < plan.host.total]
     enough = [(text, total) for text, total in useful if total <= plan.host_limit]
@@ -184,13 +183,13 @@ def _host_full(plan: MemoryPlan, goes_on: str) -> UserError:
     return UserError(
         f"the memory plan does not fit: a trainer node needs {gb(plan.host.total)} GB of host "
         f"memory, limit {gb(plan.host_limit)} GB (of {gb(plan.device.host)} GB)",
-        why=f"the largest parts: {_largest(plan.host, 4)}; beyond the limit Ray ends processes",
-        fix="\n       ".join([*lines, goes_on]),
+        why=f"the largest parts: {_largest(plan.host, 4)}; above the limit Ray kills processes",
+        fix="\n       ".join([*lines, override]),
     )
 
 
 def host_changes(facts: Facts) -> Iterator[Change]:
-    """All that may help where a host's memory is full, the cheapest first."""
+    """Yield changes that may reduce the host memory of a trainer node, the cheapest first."""
     trainer = facts.trainer
     if trainer is None:
         return
@@ -209,7 +208,7 @@ def host_changes(facts: Facts) -> Iterator[Change]:
             flags = f"{OFFLOAD_ALL} {NARROW_MOMENTS}{_instead(trainer)}"
             places = {"moments_on_host": 1.0, "master_on_host": 1.0}
         yield changed(flags, moments=trainer.moments / 2, **places)
-    if trainer.moments_on_host and not sleeps:  # else what stays on the GPU is copied for a sleep
+    if trainer.moments_on_host and not sleeps:  # a sleeping trainer's GPU state is copied to host
         yield changed(
             f"without {OFFLOAD_ALL if trainer.master_on_host else OFFLOAD_MOMENTS}, if the GPU has "
             "room",
@@ -223,17 +222,17 @@ def host_changes(facts: Facts) -> Iterator[Change]:
 
 
 def _instead(trainer: TrainerSettings) -> str:
-    """What `OFFLOAD_ALL` takes the place of: the two exclude each other."""
+    """Text that names `OFFLOAD_MOMENTS` if `OFFLOAD_ALL` replaces it: they exclude each other."""
     replaces = trainer.moments_on_host and not trainer.master_on_host
     return f" instead of {OFFLOAD_MOMENTS}" if replaces else ""
 
 
 def remedies(plan: MemoryPlan, name: str) -> list[tuple[str, float]]:
-    """Return changes of the flags for the phase ``name``, which does not fit, each with the bytes
-    of the phase after it.
+    """Return changes of flags for the phase ``name``, which does not fit, each with the bytes of
+    the phase after it.
 
-    The changes that suffice alone; where none does, as many together as it takes, and then each
-    that helps.
+    Returns the changes that are sufficient alone. If there are none: a combination, and then each
+    change that helps.
     """
     worst = _total(plan, plan.facts, name)
     tried = [
@@ -241,31 +240,30 @@ def remedies(plan: MemoryPlan, name: str) -> list[tuple[str, float]]:
         for change in changes(plan, plan.facts, name)
     ]
     useful = [
-        (text, total) for text, total in tried if worst - total > _WORTH_IT * plan.device.nbytes
+        (text, total) for text, total in tried if worst - total > _MIN_GAIN * plan.device.nbytes
     ]
     enough = [(text, total) for text, total in useful if total <= plan.limit]
     if enough:
         return enough
-    together = _together(plan, name)
-    return [*([together] if together else []), *useful]
+    combined = _combined(plan, name)
+    return [*([combined] if combined else []), *useful]
 
 
-def _together(plan: MemoryPlan, name: str) -> tuple[str, float] | None:
-    """The changes on top of each other, the cheapest first, each where it helps, until the phase
-    fits."""
+def _combined(plan: MemoryPlan, name: str) -> tuple[str, float] | None:
+    """Combine changes that help, the cheapest first, until the phase fits."""
     facts = plan.facts
     total = _total(plan, plan.facts, name)
     texts = list[str]()
-    for _ in range(_MOST_TOGETHER):
+    for _ in range(_MAX_COMBINED):
         for change in changes(plan, facts, name):
             lower = _total(plan, change.facts, name)
-            if total - lower > _WORTH_IT * plan.device.nbytes and _flag(change.text) not in map(
+            if total - lower > _MIN_GAIN * plan.device.nbytes and _flag(change.text) not in map(
                 _flag, texts
             ):
                 facts = change.facts
                 total = lower
                 if change.text.startswith(OFFLOAD_ALL) and OFFLOAD_MOMENTS in texts:
-                    texts.remove(OFFLOAD_MOMENTS)  # the other one has the moments, too
+                    texts.remove(OFFLOAD_MOMENTS)  # OFFLOAD_ALL includes the moments
                     texts.append(OFFLOAD_ALL)
                 else:
                     texts.append(change.text)
@@ -282,12 +280,12 @@ def _flag(text: str) -> str:
 
 
 def _total(plan: MemoryPlan, facts: Facts, name: str) -> float:
-    """Bytes of the phase on the devices that have most."""
+    """Bytes of the phase on the device that needs most."""
     return max(phase.total for phase in gpu_phases(facts, plan.device.nbytes) if phase.name == name)
 
 
 def changes(plan: MemoryPlan, facts: Facts, name: str) -> Iterator[Change]:
-    """All that may help in a phase, the cheapest first."""
+    """Yield changes that may reduce the memory of a phase, the cheapest first."""
     if facts.colocate:
         yield from _sleeping(facts)
     if facts.engine is not None and name in ("generate", "push"):
@@ -304,7 +302,7 @@ def changes(plan: MemoryPlan, facts: Facts, name: str) -> Iterator[Change]:
 
 
 def _with_trainers(facts: Facts, count: int) -> PlacementPlan:
-    """The placement with so many trainer ranks."""
+    """Return the placement with ``count`` trainer ranks."""
     old = facts.placement
     if facts.colocate:
         total = max(count, old.num_rollout) + old.num_critic
@@ -345,7 +343,7 @@ def _smaller_micro_batches(trainer: TrainerSettings) -> Iterator[tuple[str, Trai
         shorter = trainer.longest * 3 // 4
         lower = trainer.tokens * 3 // 4
         text = f"--rollout-max-context-len {trainer.longest} → {shorter}"
-        if trainer.dynamic:  # else as many tokens are packed, of more sequences
+        if trainer.dynamic:  # else as many tokens would be packed, of more sequences
             text += f" and --max-tokens-per-gpu ≤ {lower}"
         yield text, dataclasses.replace(trainer, tokens=lower, longest=shorter)
 
@@ -381,7 +379,7 @@ def _wider_layouts(trainer: TrainerSettings) -> Iterator[tuple[str, TrainerSetti
     if spec.num_heads % (2 * tensor) == 0 and tensor < 8:
         text = f"{wider_tensor_parallel(tensor)} {SEQUENCE_PARALLEL}"
         cut = 2 * tensor
-        if spec.num_experts:  # they stay as they are
+        if spec.num_experts:  # the layout of experts does not change
             cut = layout.expert_tensor
             text = f"{text} --expert-tensor-parallel-size {layout.expert_tensor}"
         yield from divided(text, tensor=2 * tensor, sequence_parallel=True, expert_tensor=cut)

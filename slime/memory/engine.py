@@ -1,5 +1,5 @@
-"""Memory of one engine rank: its part of the weights, the adapters that it serves, and keys and
-values of as many tokens as memory is left for."""
+"""Memory of one engine rank: its part of the weights, the served adapters, and the KV cache, which
+fills the rest."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from slime.models.rules import ATTENTION
 from slime.models.spec import ModelSpec
 from slime.models.table import Parameter
 
-#: CUDA context, kernels, CUDA graphs and the workspace of a prefill; part of them stays while the
-#: engine sleeps (2.6 GB on an H200).
+#: CUDA context, kernels, CUDA graphs and the workspace of a prefill. A sleeping engine keeps part
+#: of them (2.6 GB on an H200).
 AWAKE_BYTES = 3.5e9
 ASLEEP_BYTES = 2.7e9
-#: Bytes of an entry of what stores quantised weights; other entries are of the engine's dtype.
+#: Bytes per entry of tensors that store quantised weights; other dtypes are the engine's.
 _STORED_BYTES = {"int32": 4, "int64": 8, "float32": 4, "float8_e4m3fn": 1}
 
 
@@ -33,10 +33,10 @@ class EngineSettings(EngineFootprint):
     """Facts that an engine's memory depends on.
 
     Attributes:
-        spec: the model, its vocabulary not padded.
+        spec: the model, with unpadded vocabulary.
         longest: tokens of the longest sequence, prompt and response.
-        adapters: that the engine serves; None: none.
-        quantisation: of the weights in --hf-checkpoint; None: they are plain.
+        adapters: the adapters that the engine serves; None: none.
+        quantisation: of the weights in --hf-checkpoint; None: not quantised.
     """
 
     spec: ModelSpec
@@ -61,7 +61,7 @@ class EngineSettings(EngineFootprint):
 
     @cached_property
     def weights(self) -> float:
-        """Bytes on the rank that has most."""
+        """Bytes of weights on the rank that holds most."""
         return max(self._stage_weights(stage) for stage in range(self.pipeline))
 
     def _stage_weights(self, stage: int) -> float:
@@ -74,7 +74,7 @@ class EngineSettings(EngineFootprint):
         return sum(self._held(one) * self._entry_bytes(one) for one in parameters)
 
     def _entry_bytes(self, parameter: Parameter) -> float:
-        """Bytes of an entry: in a quantised weight its share of all that stores it."""
+        """Bytes per entry; for a quantised weight, including its scales and other tensors."""
         scheme = self.quantisation.scheme if self.quantisation is not None else None
         first_expert = "0" if parameter.is_expert else ""
         match = table_of(self.spec).match_megatron(parameter.name + first_expert, self.spec)
@@ -96,8 +96,8 @@ class EngineSettings(EngineFootprint):
         return frozenset(matrix.weight for matrix in found)
 
     def _held(self, parameter: Parameter) -> float:
-        """Entries on a rank: keys and values are repeated when there are too few, norms, routers
-        and what makes latents are not cut at all."""
+        """Entries on a rank. KV heads are replicated if there are fewer than ranks; norms, routers
+        and projections to latents are not split."""
         rule = parameter.rule
         if rule.layout.tp_axis is None or isinstance(rule.layout, LatentProjection):
             return float(parameter.numel)
@@ -112,7 +112,7 @@ class EngineSettings(EngineFootprint):
 
     @cached_property
     def adapter_pool(self) -> float:
-        """Bytes of the memory for adapters: as many as are served at once, with all targets."""
+        """Bytes of all adapters that the engine serves at once, with all targets."""
         if self.adapters is None:
             return 0.0
         spec = self.spec
@@ -120,7 +120,7 @@ class EngineSettings(EngineFootprint):
         size = -(-spec.num_layers // self.pipeline)
         held = 0.0
         for parameter in table.parameters(spec, range(size)):
-            # of the embedding's adapter each rank has all
+            # each rank holds the whole adapter of the embedding
             is_cut = parameter.rule.layout.tp_axis is not None and not parameter.is_embedding
             held += parameter.numel / (self.tensor if is_cut else 1)
         return self.adapters_at_once * held * self.element
@@ -135,7 +135,7 @@ class EngineSettings(EngineFootprint):
 
     @property
     def state_per_sequence(self) -> float:
-        """Bytes of what gated delta nets keep of a sequence on a rank, whatever its length."""
+        """Bytes of the states of gated delta nets per sequence and rank, at any length."""
         held = 0.0
         for layer in range(-(-self.spec.num_layers // self.pipeline)):
             mixer = mixer_of(self.spec.transformer, layer)
@@ -145,13 +145,13 @@ class EngineSettings(EngineFootprint):
         return held * (1 + self.state_copies)
 
     def static_fraction(self, memory: float) -> float:
-        """Share of a device of ``memory`` bytes for weights and KV cache: the user's choice, or
-        about what the engine would choose."""
+        """Fraction of a device of ``memory`` bytes for weights and KV cache: the user's choice, or
+        approximately the engine's default."""
         return self.automatic_fraction(memory) if self.fraction is None else self.fraction
 
     def kv_cache(self, memory: float) -> float:
-        """Bytes of the KV cache on a device of ``memory`` bytes: what the fraction leaves, or what
-        its sequences need at most."""
+        """Bytes of the KV cache on a device of ``memory`` bytes: the rest of the static fraction,
+        or the maximum that its sequences need."""
         if self.sequences is not None:
             own = self.longest * self.kv_per_token + self.state_per_sequence
             return self.sequences * own
@@ -159,8 +159,8 @@ class EngineSettings(EngineFootprint):
         return max(0.0, self.static_fraction(memory) * memory - fixed)
 
     def kv_tokens(self, memory: float) -> int:
-        """Tokens that the KV cache holds, over all running requests of one engine; those of the
-        longest sequences where each has a state besides."""
+        """Tokens that the KV cache holds, over all running requests of one engine. If sequences
+        also have states, these are counted as for sequences of the maximum length."""
         per_token = self.kv_per_token + self.state_per_sequence / self.longest
         return int(self.kv_cache(memory) / per_token)
 
@@ -171,7 +171,7 @@ def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _requests_at_once(config: Config) -> int:
-    """Most requests that one engine gets at a time."""
+    """Maximum number of requests that one engine gets at a time."""
     rollout = config.rollout
     cluster = config.cluster
     engines = max(1, (cluster.rollout_num_gpus or 1) // cluster.rollout_num_gpus_per_engine)

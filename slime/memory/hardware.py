@@ -12,15 +12,15 @@ from slime.errors import UserError
 from slime.processes.host import free_host_memory, host_memory, num_gpus
 
 #: Limits of flash-attn-4: major compute capabilities (data-centre Hopper and Blackwell) and
-#: dimensions of a head.
+#: maximum head dimension.
 FLASH4_MAJORS = (9, 10)
 FLASH4_WIDEST = 128
-#: Width of heads from which its backward pass compiles.
+#: Minimum head dimension with which the backward pass of flash-attn-4 compiles.
 FLASH4_NARROWEST = 32
 
 _ASSUMED_GB = 80.0
 _LARGEST_GB = 10_000.0
-#: Source of what was asked of this host's driver.
+#: `DeviceMemory.source` of sizes from this host's driver.
 DRIVER = "nvidia-smi"
 
 _QUERY = (
@@ -32,12 +32,13 @@ _QUERY = (
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of what a trainer or engine rank computes on, and how they are known.
+    """Memory of the device of a trainer or engine rank.
 
     Attributes:
-        flash4: flash-attn-4 is for these GPUs, as far as known.
-        host: bytes of memory of the smallest host that has such a GPU; infinite where no host of
-            the run has been asked.
+        nbytes: bytes of the GPU, or of the host without GPUs.
+        source: where the size comes from, for messages.
+        flash4: flash-attn-4 supports these GPUs, as far as known.
+        host: bytes of memory of the smallest host with such a GPU; infinite if unknown.
     """
 
     nbytes: float
@@ -48,8 +49,7 @@ class DeviceMemory:
 
 
 def is_on_gpu(config: Config) -> bool:
-    """Tell whether trainer and engines have GPUs: this host has some, or the flag gives their
-    size."""
+    """Whether trainer and engines have GPUs: this host has some, or --gpu-memory-gb is given."""
     return num_gpus() > 0 or config.cluster.gpu_memory_gb is not None
 
 
@@ -59,11 +59,11 @@ def device_memory(
     """Memory of one GPU (the smallest), or of this host if there is none.
 
     Args:
-        seen: bytes that the nodes of a cluster report; this host's driver is asked when None.
-        on_gpu: the cluster has GPUs, whatever this host has.
-        host: bytes of memory of the smallest node of a cluster.
+        seen: bytes of GPU memory that a cluster's nodes report; None: ask this host's driver.
+        on_gpu: the cluster has GPUs, even if this host has none.
+        host: bytes of host memory of the smallest node of a cluster.
     Raises:
-        UserError: --gpu-memory-gb is no size of a GPU.
+        UserError: --gpu-memory-gb is out of range.
     """
     if not on_gpu and not is_on_gpu(config):
         return DeviceMemory(free_host_memory(), "free on this host", on_gpu=False)
@@ -76,34 +76,32 @@ def device_memory(
     if given is not None:
         return DeviceMemory(given * 1e9, "--gpu-memory-gb", on_gpu=True, host=host)
     if seen is not None:
-        return DeviceMemory(seen, "as its nodes say", on_gpu=True, host=host)
-    found = _seen_gpus()
+        return DeviceMemory(seen, "as its nodes report", on_gpu=True, host=host)
+    found = _driver_gpus()
     if found:
         flash4 = all(major is None or major in FLASH4_MAJORS for _, major in found)
         smallest = min(size for size, _ in found)
         return DeviceMemory(smallest, DRIVER, on_gpu=True, flash4=flash4, host=host_memory())
-    return DeviceMemory(_ASSUMED_GB * 1e9, "assumed; --gpu-memory-gb tells otherwise", on_gpu=True)
+    return DeviceMemory(_ASSUMED_GB * 1e9, "assumed; set it with --gpu-memory-gb", on_gpu=True)
 
 
 def seen_gpu_memory() -> float | None:
-    """Bytes of the smallest GPU of this host, as its driver reports; None where there is no driver
-    to ask."""
-    return min((size for size, _ in _seen_gpus()), default=None)
+    """Bytes of the smallest GPU of this host, as its driver reports; None without a driver."""
+    return min((size for size, _ in _driver_gpus()), default=None)
 
 
 def gpu_majors() -> set[int]:
     """Major compute capabilities of this host's GPUs, as far as its driver reports them."""
-    return {major for _, major in _seen_gpus() if major is not None}
+    return {major for _, major in _driver_gpus() if major is not None}
 
 
 def gpu_name() -> str | None:
-    """The name of this host's first GPU, as its driver reports; None where there is none."""
+    """The name of this host's first GPU, as its driver reports; None if unknown."""
     return next((row[2] for row in _driver_rows() if len(row) > 2 and row[2]), None)
 
 
-def _seen_gpus() -> list[tuple[float, int | None]]:
-    """(bytes, major compute capability or None where the driver does not tell) of this host's
-    GPUs."""
+def _driver_gpus() -> list[tuple[float, int | None]]:
+    """(bytes, major compute capability or None if unknown) of each GPU of this host."""
     rows = _driver_rows()
     majors = [row[1].split(".")[0] if len(row) > 1 else "" for row in rows]
     return [
@@ -114,7 +112,7 @@ def _seen_gpus() -> list[tuple[float, int | None]]:
 
 
 def _driver_rows() -> list[list[str]]:
-    """Ask the driver for each GPU's megabytes, compute capability and name."""
+    """Query the driver for each GPU's MiB, compute capability and name; [] if that fails."""
     try:
         done = subprocess.run(
             _QUERY, capture_output=True, text=True, timeout=deadlines.HARDWARE_QUERY, check=False

@@ -1,12 +1,12 @@
 """Compare measured memory with the plan, once, and again whenever it grows.
 
-    perf/forward_backward_peak_memory_gb  ◄─►  phase train: the trainer, less its CUDA context
+    perf/forward_backward_peak_memory_gb  ◄─►  phase train: the trainer without its CUDA context
     perf/ref_log_probs_peak_memory_gb     ◄─►  phase log-probs
     perf/trainer_asleep_gb                ◄─►  what a sleeping trainer may keep in tensors
 
-Adam makes its moments in the first update, after the passes that were measured. Unless a checkpoint
-brought them, they are in the peaks from the second update on, so the first update is only checked
-for being above the plan.
+Adam allocates its moments in the first update, after the measured passes, unless a checkpoint had
+them. Measured peaks may therefore lack the moments until the second update, and the first one is
+reported only if it exceeds the plan.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ class Measured:
     def __init__(self, plan: MemoryPlan) -> None:
         self.planned = {metric: _trainer_part(plan, phase) for metric, phase in _PHASES.items()}
         self.planned[_ASLEEP] = ASLEEP_TENSORS
-        self._most: dict[str, float] = {}
+        self._reported: dict[str, float] = {}
         self._without_moments = set(_PHASES) if _has_moments(plan) else set[str]()
-        """Metrics that the first update, whose moments may not exist, has yet to bring."""
+        """Metrics not yet seen, whose first value may lack the moments."""
 
     def compare(self, metrics: Mapping[str, float]) -> list[str]:
-        """Return lines to log as warnings: for what is 5 per cent above the plan, and again when it
-        has grown by as much. What is within the plan is logged once, as information, when
-        everything planned exists."""
+        """Return warnings for metrics more than 5 % above the plan, and again after each further
+        growth of 5 %. Metrics within the plan are logged once, at level INFO, when the moments
+        exist."""
         warnings = []
         for metric, planned in self.planned.items():
             if metric not in metrics or not planned:
                 continue
             measured = metrics[metric] * 1e9
-            before = self._most.get(metric)
+            before = self._reported.get(metric)
             if metric in self._without_moments:
                 self._without_moments.remove(metric)
                 if measured <= planned * _TOLERANCE:
                     continue
             if before is not None and measured <= before * _TOLERANCE:
                 continue
-            self._most[metric] = measured
+            self._reported[metric] = measured
             line = (
                 f"memory of {_name(metric)}: {gb(measured)} GB measured, {gb(planned)} GB planned"
             )
@@ -78,13 +78,13 @@ class Measured:
 
 
 def _has_moments(plan: MemoryPlan) -> bool:
-    """Tell whether the plan has moments that stay on the GPU."""
+    """Whether the plan has moments that stay on the GPU."""
     trainer = plan.facts.trainer
     return trainer is not None and trainer.moments > 0 and trainer.moments_on_host < 1
 
 
 def _trainer_part(plan: MemoryPlan, name: str) -> float:
-    """Bytes of tensors, on the pipeline stage that has most."""
+    """Bytes of the trainer's tensors in a phase, on the pipeline stage that holds most."""
     phases = [phase for phase in plan.phases if phase.name == name]
     parts = [
         sum(u.nbytes for u in phase.uses if u.owner in _OF_TRAINER and u.what != CONTEXT)

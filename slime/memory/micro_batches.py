@@ -1,4 +1,4 @@
-"""Choose --max-tokens-per-gpu from the memory plan, where the user did not."""
+"""Derive --max-tokens-per-gpu from the memory plan if the user left it out."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from slime.memory.hardware import DeviceMemory, device_memory, is_on_gpu
 from slime.memory.plan import MemoryPlan, gb
 from slime.placement import joined_cluster
 
-#: Most tokens of a derived limit: GPUs are busy with the products of so many, and a CPU gains
-#: little from 1,024 on (docs/performance.md, "Micro-batches").
+#: Upper bounds of a derived limit: so many tokens keep a GPU busy, and a CPU gains little beyond
+#: 1,024 (docs/performance.md, "Micro-batches").
 LARGEST_ON_GPU = 16384
 LARGEST_ON_CPU = 4096
 SMALLEST = 512
 
-#: Share of a device that the chosen plan may fill: the plan is an estimate, and lengths of prompts
-#: may be a guess.
+#: Fraction of a device that the chosen plan may fill, as the plan is an estimate and the lengths of
+#: prompts may be unknown.
 _SHARE = 0.9
 
 
@@ -28,9 +28,9 @@ def with_token_limit(config: Config, device: DeviceMemory | None = None) -> Conf
     micro-batches.
 
     Args:
-        device: what a trainer rank runs on; default: as the flags and this host say.
+        device: memory of a trainer rank's device; default: from the flags and this host.
     Raises:
-        UserError: the model is of no known family.
+        UserError: the model's family is unknown.
     """
     if not config.train.use_dynamic_batch_size or config.train.max_tokens_per_gpu is not None:
         return config
@@ -70,8 +70,7 @@ def _with(config: Config, tokens: int, formula: str) -> Config:
 
 
 def _fits(config: Config, device: DeviceMemory) -> bool:
-    """Tell whether training fits; what engines take in other phases does not depend on the
-    limit."""
+    """Whether the trainer's phases fit; the other phases do not depend on the limit."""
     phases = [
         one
         for one in MemoryPlan.of(config, device).phases

@@ -1,16 +1,16 @@
 """The memory plan of a run: what each GPU holds in each phase, whether that fits, and what to
 change when it does not.
 
-    colocated                                              apart
+    colocated                                              separate
     phase       trainer              engine                trainer GPUs: log-probs, train, push
     generate    asleep               weights, KV cache     engine GPUs:  generate, push
     log-probs   states, a frozen     asleep
                 model's weights
-    critic      the critic's alone   asleep
+    critic      critic's states      asleep
     train       states, activations  asleep
     push        weights              weights
 
-A critic on GPUs of its own has the phase `critic` alone there.
+The GPUs of a critic with its own have only the phase `critic`.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from slime.placement import PlacementPlan, critic_placed
 #: Usable share of a device's memory; allocators lose the rest to fragmentation.
 USABLE = 0.96
 
-_SMALL = 0.05e9  # of what is used: what is less is added up in one row
+_SMALL = 0.05e9  # bytes; smaller uses share one row
 
-#: Resident size of a process that has imported torch, and of the processes beside trainers and
+#: Resident size of a process that has imported torch, and of all processes other than trainers and
 #: engines.
 _PROCESS_BYTES = 0.6e9
 _OTHER_BYTES = 1.5e9
 
-#: Host memory of a process with a CUDA context, NCCL and its kernels, beside what the plan counts:
-#: a trainer rank, and an engine's part for one GPU. Estimates.
+#: Host memory of a process with a CUDA context, NCCL and its kernels, in addition to what the plan
+#: counts: of a trainer rank, and of an engine per GPU. Estimates.
 TRAINER_PROCESS_BYTES = 4e9
 ENGINE_PROCESS_BYTES = 6e9
 
-#: Share of a host's memory at which Ray begins to end processes, and what changes it.
+#: Fraction of a host's memory above which Ray kills processes, and the variable that sets it.
 RAY_SHARE = 0.95
 _RAY_THRESHOLD = "RAY_memory_usage_threshold"
 
 
 @dataclass(frozen=True)
 class Use:
-    """One thing that lies in memory."""
+    """One use of memory."""
 
     owner: str
     what: str
@@ -68,7 +68,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Phase:
-    """Memory of devices that all hold the same, in one phase.
+    """Memory of one of several devices with the same content, in one phase.
 
     Attributes:
         devices: "GPU 0-3", or "host".
@@ -89,7 +89,7 @@ class Phase:
         return sorted(self.uses, key=lambda use: -use.nbytes)
 
 
-#: The host of a run without trainer.
+#: Host memory of a run without trainer.
 NO_HOST = Phase("host", "all", ())
 
 
@@ -98,18 +98,18 @@ class Facts:
     """All facts that the plan depends on; change one to answer "what if".
 
     Attributes:
-        trainer, engine: None where the run has none.
-        placement: who is where.
+        trainer, engine: None if the run has none.
+        placement: the GPUs of trainer, engines and critic.
         colocate: trainer and engines share GPUs.
-        trainer_sleeps, engine_sleeps: they give their memory away while the other works.
+        trainer_sleeps, engine_sleeps: it frees its GPU memory while the other works.
         bucket: bytes of a bucket of a weight push.
-        ranks_per_node: trainer ranks of a node.
-        engines_beside: GPUs of such a node that an engine computes on.
-        critics_beside: ranks of a critic on GPUs of its own on such a node.
-        server_groups: engines are not all alike (--sglang-config).
+        ranks_per_node: trainer ranks per node.
+        engines_beside: engine GPUs on a node with trainer ranks.
+        critics_beside: ranks of a critic with its own GPUs on a node with trainer ranks.
+        server_groups: --sglang-config defines engines that may differ.
         engine_backup: sleeping engines keep their weights in host memory.
         engine_keeps_weights: sleeping engines keep them on the GPU.
-        critic: one on GPUs of its own.
+        critic: a critic on GPUs of its own.
     """
 
     trainer: TrainerSettings | None
@@ -135,8 +135,8 @@ class MemoryPlan:
     Attributes:
         device: a GPU, or this host.
         phases: every phase of every group of devices.
-        host: what a node with trainer ranks holds in its own memory, for a run on GPUs.
-        notes: assumptions that were made.
+        host: host memory of a node with trainer ranks, for a run on GPUs.
+        notes: assumptions of the plan.
     """
 
     facts: Facts
@@ -147,12 +147,13 @@ class MemoryPlan:
 
     @staticmethod
     def of(config: Config, device: DeviceMemory | None = None) -> MemoryPlan:
-        """The plan for a resolved configuration, from the config.json of ``--hf-checkpoint`` alone.
+        """Make the plan for a resolved configuration. Of ``--hf-checkpoint`` it reads only
+        config.json.
 
         Args:
-            device: what the ranks run on; default: as the flags and this host say.
+            device: memory of the ranks' devices; default: from the flags and this host.
         Raises:
-            UserError: the model is of no known family.
+            UserError: the model's family is unknown.
         """
         device = device or device_memory(config)
         facts = facts_of(config, on_gpu=device.on_gpu, flash4=device.flash4)
@@ -164,12 +165,12 @@ class MemoryPlan:
 
     @property
     def limit(self) -> float:
-        """Bytes of a device that may be planned with."""
+        """Usable bytes of a device."""
         return self.device.nbytes * (USABLE if self.device.on_gpu else 1.0)
 
     @property
     def host_limit(self) -> float:
-        """Bytes of a node's memory that may be planned with. Ray ends processes beyond it."""
+        """Usable bytes of a node's memory; above them Ray kills processes."""
         return self.device.host * _ray_share()
 
     @property
@@ -190,7 +191,7 @@ class MemoryPlan:
 
     @property
     def starved(self) -> bool:
-        """Tell whether the KV cache holds less than one sequence."""
+        """Whether the KV cache holds less than one sequence."""
         engine = self.facts.engine
         return (
             engine is not None
@@ -238,7 +239,7 @@ def facts_of(config: Config, *, on_gpu: bool, flash4: bool = True) -> Facts:
             others if cluster.colocate else max(0, others - placement.num_rollout),
         ),
         server_groups=config.engine.sglang_config is not None,
-        # what no push brings back after a sleep
+        # weights that no push restores after a sleep
         engine_backup=bool(cluster.offload_rollout_weights)
         and bool(config.lora.lora_rank or config.sync.update_weights_interval > 1),
         engine_keeps_weights=not cluster.offload_rollout_weights,
@@ -246,30 +247,30 @@ def facts_of(config: Config, *, on_gpu: bool, flash4: bool = True) -> Facts:
 
 
 def run_hf_config(config: Config) -> dict[str, Any]:
-    """The config.json of ``--hf-checkpoint``, marked as seeing images where the run has some."""
+    """The config.json of ``--hf-checkpoint``, marked as a vision model if the run has images."""
     assert config.checkpoint.hf_checkpoint is not None, "checked with the flags"
     hf_config = read_hf_config(config.checkpoint.hf_checkpoint)
     return seeing(hf_config) if config.images.multimodal_keys else hf_config
 
 
 def _ray_share() -> float:
-    """The share of a host's memory beyond which Ray ends processes.
+    """The fraction of a host's memory above which Ray kills processes.
 
     Raises:
-        UserError: the variable that sets it is no share.
+        UserError: the variable that sets it is not a number from 0 to 1.
     """
     text = os.environ.get(_RAY_THRESHOLD, str(RAY_SHARE))
     if not re.fullmatch(r"0|1|1\.0*|0?\.\d+", text):
         raise UserError(
             f"the environment variable {_RAY_THRESHOLD} is {text!r}",
-            why="Ray ends processes when a host uses this share of its memory",
+            why="Ray kills processes when a host uses more than this fraction of its memory",
             fix=f"unset it, or set it to a number from 0 to 1; Ray's default is {RAY_SHARE:g}",
         )
     return float(text)
 
 
 def _bucket(config: Config, spec: ModelSpec) -> float:
-    """Bytes of a bucket of a weight push; one of adapters alone may be smaller than the limit."""
+    """Bytes of a bucket of a weight push; a push of adapters may be smaller than the limit."""
     limit = float(config.sync.update_weight_buffer_size)
     adapters = AdapterConfig.of(config)
     if adapters is None:
@@ -302,7 +303,7 @@ def _notes(facts: Facts, memory: float) -> tuple[str, ...]:
 
 
 def gpu_phases(facts: Facts, memory: float) -> Iterator[Phase]:
-    """Every phase of every group of GPUs that hold the same."""
+    """Yield every phase of every group of GPUs with the same content."""
     for devices, stage, has_engine in _groups(facts):
         trainer = (
             facts.trainer.stages[stage] if facts.trainer is not None and stage is not None else None
@@ -319,10 +320,10 @@ def gpu_phases(facts: Facts, memory: float) -> Iterator[Phase]:
             idle = _resting_engine(facts, engine, memory)
             critic = _states_of_critic(trainer)
             states = _uses("trainer", trainer.states())
-            if not facts.trainer_sleeps:  # else the two take turns
+            if not facts.trainer_sleeps:  # else only one of policy and critic is on the GPU
                 states += critic
             states.append(Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES))
-            # broadcasts keep theirs between pushes
+            # broadcasts keep their buckets between pushes
             if facts.engine is not None and not facts.colocate:
                 states.append(Use("trainer", "two buckets", 2 * facts.bucket))
             if trainer.settings.reference or trainer.settings.teachers:
@@ -341,7 +342,7 @@ def gpu_phases(facts: Facts, memory: float) -> Iterator[Phase]:
 
 
 def _critic_phases(facts: Facts) -> Iterator[Phase]:
-    """The one phase of the GPUs of a critic that has its own."""
+    """Yield the only phase of the GPUs of a critic with its own, per pipeline stage."""
     if facts.critic is None:
         return
     context = Use("critic", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES)
@@ -355,7 +356,7 @@ def _critic_phases(facts: Facts) -> Iterator[Phase]:
 
 
 def _groups(facts: Facts) -> Iterator[tuple[str, int | None, bool]]:
-    """(GPUs, their pipeline stage or None, is there an engine) of GPUs that hold the same."""
+    """Yield (GPUs, pipeline stage or None, has an engine) of GPUs with the same content."""
     placement = facts.placement
     per_stage = placement.num_train // (facts.trainer.layout.pipeline if facts.trainer else 1)
     kinds: dict[tuple[int | None, bool], list[int]] = {}
@@ -368,7 +369,7 @@ def _groups(facts: Facts) -> Iterator[tuple[str, int | None, bool]]:
 
 
 def ranges(numbers: list[int]) -> str:
-    """Write sorted numbers as runs.
+    """Format sorted numbers as ranges.
 
     Example:
         >>> ranges([0, 1, 2, 5, 7, 8])
@@ -434,8 +435,8 @@ def _push(
     memory: float,
     shared: bool,
 ) -> Iterator[Use]:
-    """Weights on both sides and two buckets; a colocated trainer's optimizer and the KV cache
-    sleep."""
+    """Yield the memory of a push: weights on both sides and two buckets. A colocated trainer's
+    optimizer states and the KV cache are asleep."""
     if trainer is not None:
         states = (
             {"weights": trainer.weights + trainer.adapter_weights}
@@ -458,29 +459,29 @@ def _push(
 
 
 def node_memory(facts: Facts) -> Phase:
-    """What a node with trainer ranks holds in its own memory at most. It may hold ranks of one
-    stage only."""
+    """Maximum host memory of a node with trainer ranks. All its ranks may be of the stage that
+    needs most."""
     trainer = facts.trainer
     if trainer is None:
         return NO_HOST
     sleeps = facts.colocate and facts.trainer_sleeps
     ranks = facts.ranks_per_node
-    of_stages = [stage.on_host(sleeps=sleeps) for stage in trainer.stages]
-    largest = max(of_stages, key=lambda held: sum(held.values()))
+    per_stage = [stage.on_host(sleeps=sleeps) for stage in trainer.stages]
+    largest = max(per_stage, key=lambda held: sum(held.values()))
     uses = [Use("trainer", what, ranks * size) for what, size in largest.items()]
     uses.append(Use("trainer", "processes", ranks * TRAINER_PROCESS_BYTES))
     uses.append(Use("run", "driver, rollout, router", _OTHER_BYTES))
     if facts.critic is not None and facts.critics_beside:
-        held = [stage.on_host(sleeps=False) for stage in facts.critic.stages]
-        most = max(held, key=lambda one: sum(one.values()))
-        beside = facts.critics_beside
-        uses += [Use("critic", what, beside * size) for what, size in most.items()]
-        uses.append(Use("critic", "processes", beside * TRAINER_PROCESS_BYTES))
+        per_stage = [stage.on_host(sleeps=False) for stage in facts.critic.stages]
+        largest = max(per_stage, key=lambda held: sum(held.values()))
+        count = facts.critics_beside
+        uses += [Use("critic", what, count * size) for what, size in largest.items()]
+        uses.append(Use("critic", "processes", count * TRAINER_PROCESS_BYTES))
     if facts.engine is not None and facts.engines_beside:
-        beside = facts.engines_beside
-        uses.append(Use("engine", "processes", beside * ENGINE_PROCESS_BYTES))
+        count = facts.engines_beside
+        uses.append(Use("engine", "processes", count * ENGINE_PROCESS_BYTES))
         if facts.engine_backup:
-            uses.append(Use("engine", "weights asleep", beside * facts.engine.weights))
+            uses.append(Use("engine", "weights asleep", count * facts.engine.weights))
     return Phase("host", "all", tuple(uses))
 
 
@@ -488,7 +489,7 @@ def node_memory(facts: Facts) -> Phase:
 
 
 def host_phase(facts: Facts) -> Phase:
-    """Everything at once: there nothing sleeps, and all processes share the host."""
+    """Memory of all processes together: they share the host, and none sleeps."""
     uses = [Use("run", "driver, rollout, router", _OTHER_BYTES)]
     trainer = facts.trainer
     engine = facts.engine
@@ -520,7 +521,7 @@ def host_phase(facts: Facts) -> Phase:
 
 
 def _critic_on_host(critic: TrainerSettings) -> list[Use]:
-    """All of a critic with processes of its own."""
+    """Total memory of a critic with processes of its own."""
     ranks = critic.layout.world
     totals: dict[str, float] = {"processes": ranks * _PROCESS_BYTES}
     for stage in critic.stages:
@@ -534,7 +535,7 @@ def _critic_on_host(critic: TrainerSettings) -> list[Use]:
 
 
 def gb(nbytes: float) -> str:
-    """Write bytes as GB.
+    """Format bytes as GB.
 
     Example:
         >>> gb(1.25e9), gb(3e6)
@@ -556,7 +557,7 @@ def summary(plan: MemoryPlan) -> list[str]:
 
 
 def table(plan: MemoryPlan) -> str:
-    """Every use of every phase.
+    """A table of the uses of every phase.
 
     Example:
         devices  phase     of       what            GB   total   limit
@@ -571,7 +572,7 @@ def table(plan: MemoryPlan) -> str:
         rest = phase.total - sum(use.nbytes for use in uses)
         entries = [(use.owner, use.what, gb(use.nbytes)) for use in uses]
         if rest:
-            entries.append(("", "all that is smaller", gb(rest)))
+            entries.append(("", "smaller uses", gb(rest)))
         for index, entry in enumerate(entries):
             last = index == len(entries) - 1
             over = " !" if phase.total > plan.limit else ""

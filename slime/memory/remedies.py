@@ -1,6 +1,6 @@
-"""Flags that make a trainer need less memory.
+"""Flags that reduce the memory of a trainer.
 
-`slime.memory.check` tries them on a plan that does not fit; `remedies` suggests them, with the
+`slime.memory.check` tries them on a plan that does not fit. `remedies` suggests them, with the
 values of the run, after a rank ran out of memory.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from slime.config.config import Config
 from slime.memory.activations import Recompute
 
-_FEW_ROWS = 128  # of logits: fewer make slow products
+_MIN_CHUNK_ROWS = 128  # of logits; matrix products of fewer rows are slow
 
 SEQUENCE_PARALLEL = "--sequence-parallel"
 OFFLOAD_MOMENTS = "--offload-optimizer-states"
@@ -23,7 +23,7 @@ SHARD_STATES = "no --no-use-distributed-optimizer"
 
 
 def more_recompute(now: Recompute) -> tuple[str, Recompute] | None:
-    """(flags, what is computed again with them); None where all layers are."""
+    """Return (flags, the recomputation that they give); None if all layers are recomputed."""
     whole = Recompute("full", "uniform", 1, now.modules)
     if now.granularity is None:
         return "--recompute-activations", whole
@@ -52,18 +52,18 @@ def wider_context_parallel(context: int) -> str:
 
 # -- after running out of memory -------------------------------------------------------------------
 
-#: What makes a run need less memory of its hosts, where its flags are not known.
+#: Changes that reduce host memory, for a run whose flags are unknown.
 ON_HOST = (
     f"{OFFLOAD_ALL} {NARROW_MOMENTS}: 4 bytes per parameter less",
     "without --async-save: it copies what is saved",
-    "fewer trainer ranks and engines on a host, or more hosts: optimizer states are divided over "
+    "fewer trainer ranks and engines per host, or more hosts: optimizer states are sharded over "
     "them",
     "slime plan shows what the run keeps in host memory",
 )
 
 
 def host_remedies(config: Config) -> list[str]:
-    """List changes of the flags after a GPU run has filled its host's memory."""
+    """List changes of flags after a GPU run has filled its host's memory."""
     megatron = config.megatron
     narrow, copies, *rest = ON_HOST
     ways = []
@@ -83,13 +83,12 @@ def host_remedies(config: Config) -> list[str]:
 def remedies(
     config: Config, phase: str, lengths: Sequence[int], *, whole_step: bool, on_gpu: bool
 ) -> list[str]:
-    """List changes of the flags, most useful first, with the values of this run.
+    """List changes of flags, most useful first, with the values of this run.
 
     Args:
-        phase: of an update, in which an allocation failed.
-        lengths: tokens of the samples of the rank's largest micro-batch; empty where it is not
-            known.
-        whole_step: that is all that the rank has of a step.
+        phase: phase of the update in which an allocation failed.
+        lengths: tokens of the samples of the rank's largest micro-batch; empty if unknown.
+        whole_step: this micro-batch is the rank's whole part of an optimizer step.
     """
     training = phase == "forward_backward"
     scoring = phase in ("log_probs", "ref_log_probs") or training
@@ -113,20 +112,20 @@ def remedies(
 
 
 def _smaller_blocks_of_logits(config: Config, on_gpu: bool) -> list[str]:
-    """Fewer rows make blocks of more columns (`slime.algorithms.logprobs`), until these are the
-    whole vocabulary."""
+    """Suggest so few rows that a block, which has more columns with fewer rows, is limited by the
+    size of the vocabulary (`slime.algorithms.logprobs`)."""
     rows = config.train.log_probs_chunk_size
-    if not on_gpu or 0 < rows <= _FEW_ROWS:
+    if not on_gpu or 0 < rows <= _MIN_CHUNK_ROWS:
         return []
     return [
-        f"--log-probs-chunk-size {rows} → {_FEW_ROWS}: blocks of logits take 0.4 GB at most, and "
-        "then about 0.1"
+        f"--log-probs-chunk-size {rows} → {_MIN_CHUNK_ROWS}: blocks of logits take about 0.1 GB "
+        "instead of up to 0.4"
     ]
 
 
 def _smaller_steps(config: Config, of_one_micro_batch: bool) -> list[str]:
-    """Gradients of micro-batches are added up one after the other: how many a step has does not
-    matter to the peak."""
+    """Suggest a smaller global batch, which lowers the peak only if it shrinks micro-batches: their
+    gradients are accumulated one after the other."""
     size = config.train.global_batch_size
     steps = config.train.num_steps_per_rollout
     if size % 2:
@@ -150,7 +149,7 @@ def _recompute(config: Config) -> list[str]:
     return (
         []
         if found is None
-        else [f"{found[0]}: keep one activation per layer, compute the rest again going back"]
+        else [f"{found[0]}: keep one activation per layer, recompute the rest in the backward pass"]
     )
 
 
@@ -194,11 +193,11 @@ def _parallel(config: Config) -> list[str]:
     tensor = megatron.tensor_model_parallel_size
     if tensor > 1 and not megatron.sequence_parallel:
         return [
-            f"{SEQUENCE_PARALLEL}: splits over the {tensor} tensor-parallel ranks what each of "
-            "them holds whole"
+            f"{SEQUENCE_PARALLEL}: splits activations that each of the {tensor} tensor-parallel "
+            "ranks holds whole"
         ]
     if tensor == 1:
-        return [f"{wider_tensor_parallel(1)} {SEQUENCE_PARALLEL}, with GPUs to spare"]
+        return [f"{wider_tensor_parallel(1)} {SEQUENCE_PARALLEL}, if there are more GPUs"]
     return []
 
 
@@ -214,7 +213,7 @@ def _moments_on_host(config: Config, on_gpu: bool) -> list[str]:
 
 
 def _states(config: Config, on_gpu: bool) -> list[str]:
-    """Weights, gradients and optimizer states; what the batch is does not matter to them."""
+    """Suggest less memory for weights, gradients and optimizer states, at any batch size."""
     megatron = config.megatron
     ways = _moments_on_host(config, on_gpu)
     if not megatron.use_distributed_optimizer:
@@ -226,7 +225,7 @@ def _states(config: Config, on_gpu: bool) -> list[str]:
 
 
 def _sharing(config: Config, on_gpu: bool) -> list[str]:
-    """Colocated engines hold a part of the same GPU."""
+    """Suggest less memory for colocated engines."""
     if not (config.cluster.colocate and on_gpu) or config.debug.debug_train_only:
         return []
     fraction = config.engine.sglang.get("mem_fraction_static")
@@ -236,8 +235,5 @@ def _sharing(config: Config, on_gpu: bool) -> list[str]:
         else "--sglang-mem-fraction-static 0.4 (now SGLang's own choice)"
     )
     if config.cluster.offload_rollout:
-        return [
-            f"{change}: if the engines, which sleep now, hold more of this GPU than their CUDA "
-            "contexts"
-        ]
-    return [f"{OFFLOAD_ROLLOUT}: the engines give their part of this GPU away meanwhile", change]
+        return [f"{change}: if the sleeping engines hold more of this GPU than their CUDA contexts"]
+    return [f"{OFFLOAD_ROLLOUT}: the engines free their part of this GPU during training", change]

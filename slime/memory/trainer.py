@@ -1,9 +1,9 @@
 """Memory of one trainer rank: weights, gradients, optimizer states, and the temporaries of a
 micro-batch.
 
-Persistent bytes per trained parameter in half precision: 2 weight, 4 gradient, and 4 master weight
-+ 8 Adam moments divided by the replicas (distributed optimizer). In float32 there is no master
-weight. With adapters (--lora-rank) these alone are trained: a frozen parameter takes its 2 bytes.
+Persistent bytes per trained parameter in half precision: 2 for the weight, 4 for the gradient, and
+4 for the master weight + 8 for Adam's moments, divided by the replicas (distributed optimizer).
+In float32 there is no master weight. With adapters (--lora-rank) a frozen parameter takes 2 bytes.
 """
 
 from __future__ import annotations
@@ -32,15 +32,13 @@ from slime.models.spec import ModelSpec
 from slime.models.table import Parameter
 from slime.models.vision import frozen_parts
 
-#: Elements of a bucket of optimizer states that travels from host memory to the device and back,
-#: and buckets that are on the device at a time. A copy of 64 MiB is long enough for the full speed
-#: of the link.
+#: Elements per bucket of optimizer states that are streamed from host memory to the device and
+#: back, and buckets on the device at a time. Copies of 64 MiB reach the full speed of the link.
 STREAM_BUCKET = 1 << 24
 STREAM_SLOTS = 3
 
-#: CUDA context, kernels, NCCL's buffers: while the trainer runs, and what stays of it while it
-#: sleeps (2.2 GB on an H200, with what the driver keeps for itself); of the latter, what may be
-#: torch's.
+#: CUDA context, kernels and NCCL's buffers of a running trainer; what a sleeping one keeps (2.2 GB
+#: on an H200, including the driver's own memory); and the part of the latter that torch may hold.
 AWAKE_BYTES = 2.5e9
 ASLEEP_BYTES = 2.2e9
 ASLEEP_TENSORS = 0.7e9
@@ -48,10 +46,10 @@ ASLEEP_TENSORS = 0.7e9
 #: Name of AWAKE_BYTES in the plan.
 CONTEXT = "CUDA context, NCCL"
 
-#: Name of the weights of a model with adapters in the plan.
+#: Name in the plan of the weights of a model with adapters.
 FROZEN = "weights (frozen)"
 
-#: How many more rows than the average the busiest expert rank gets.
+#: Rows of the busiest expert rank as a multiple of the average.
 IMBALANCE = 1.3
 
 #: A block of logits (`slime.algorithms.logprobs`), in entries.
@@ -60,8 +58,8 @@ _CPU_BLOCK_ENTRIES = 1 << 22
 _BLOCK_ROWS = 8192
 _MIN_COLUMNS = 512
 
-#: Blocks that are alive at once on a GPU, in the dtype of the model: logits, their gradient, and
-#: the gradient of the block before. On CPU, bytes per entry: the product, float32 logits, their
+#: Blocks that exist at once on a GPU, in the dtype of the model: logits, their gradient, and the
+#: gradient of the previous block. On a CPU, bytes per entry: the product, float32 logits, their
 #: exponentials and a gradient.
 _GPU_BLOCKS = 3
 _CPU_BLOCK_BYTES = 16
@@ -69,7 +67,7 @@ _CPU_BLOCK_BYTES = 16
 #: Workspaces that cuBLAS and cuBLASLt take from torch's allocator.
 _WORKSPACE_BYTES = 64 * 1024 * 1024
 
-#: The torch whose own kernel takes grouped keys and values.
+#: First torch version whose attention kernel supports grouped-query attention.
 _TORCH_TAKES_GROUPS = (2, 13)
 
 _DTYPE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
@@ -81,36 +79,34 @@ class TrainerSettings:
     """Facts that the trainer's memory depends on; `dataclasses.replace` answers "what if".
 
     Attributes:
-        spec: the model, its vocabulary padded for the layout.
-        element: bytes of a weight and of an activation.
+        spec: the model, with its vocabulary padded for the layout.
+        element: bytes per entry of weights and activations.
         gradient, master, moments: bytes per trained parameter (both moments together).
-        sharded: master weights and moments are spread over the replicas.
-        moments_on_host: share of the moments that lives in host memory, and visits the device for
-            a step.
-        master_on_host: the same of the master weights.
+        sharded: master weights and moments are sharded over the replicas.
+        moments_on_host: fraction of the moments in host memory, streamed through the device in
+            each step.
+        master_on_host: the same fraction of the master weights.
         saves_async: checkpoints are copied to host memory before they are written.
-        reference: a second model's weights come to the device for its log-probs.
-        teachers: models whose weights come to the device one after the other, to score.
-        teacher_heads: of these and the policy itself, so many leave their output layer on the
-            device for the loss (--opd-loss over the whole vocabulary).
-        teacher_tokens: of a rollout on this rank, whose hidden states teachers leave on the host.
-        tokens: of the largest micro-batch, on this rank.
+        reference: a reference model's weights are copied to the device for its log-probs.
+        teachers: teachers in the trainer; their weights are copied to the device one at a time.
+        teacher_heads: output layers of teachers that stay on the device for the loss (--opd-loss
+            over the whole vocabulary); may include the policy's own.
+        teacher_tokens: tokens of this rank's rollout whose hidden states by teachers are on host.
+        tokens: tokens of the largest micro-batch, on this rank.
         longest: tokens of the longest sequence.
         assumed_length: ``longest`` is a guess, as no flag bounds it.
         dynamic: micro-batches are packed by tokens.
         chunk_rows: --log-probs-chunk-size.
         with_logits: a custom loss gets whole logits.
-        only, frozen: regular expressions of what is trained, or is not.
-        frozen_vision: regular expressions of the parts of a tower that are not trained.
-        rounded: "experts" or "linears", of which a second copy is computed with
-            (--fake-quantisation).
-        measured: log-probs are computed with a copy of all "linears" besides
-            (--measure-quantisation).
-        adapters: they are trained and the model is frozen; None: the model is trained.
-        on_gpu: kernels and sizes of blocks differ.
-        grouped: attention takes keys and values as they are (`slime.models.mixers.Kernels`).
+        only, frozen: regular expressions of trained and of frozen parameters.
+        frozen_vision: regular expressions of frozen parts of a vision tower.
+        rounded: "experts" or "linears", which have a quantised copy (--fake-quantisation).
+        measured: all "linears" have a quantised copy for log-probs (--measure-quantisation).
+        adapters: the trained adapters of a frozen model; None: the model is trained.
+        on_gpu: the ranks run on GPUs, where kernels and block sizes differ.
+        grouped: attention kernels support grouped queries (`slime.models.mixers.Kernels`).
         has_vocabulary: the model predicts tokens; a critic has one output instead.
-        has_critic: a second model is trained on the same GPUs (`as_critic`).
+        has_critic: a critic is trained on the same GPUs (`as_critic`).
     """
 
     spec: ModelSpec
@@ -152,8 +148,8 @@ class TrainerSettings:
         """Read the flags.
 
         Args:
-            spec: of the checkpoint, vocabulary not padded.
-            flash4: the GPUs are among those that flash-attn-4 is for.
+            spec: of the checkpoint, with unpadded vocabulary.
+            flash4: flash-attn-4 supports the GPUs.
         """
         megatron = config.megatron
         algorithm = config.algorithm
@@ -178,7 +174,7 @@ class TrainerSettings:
             moments_on_host=on_host if masters else float(moments),
             master_on_host=on_host if masters else 0.0,
             saves_async=bool(config.checkpoint.async_save and config.checkpoint.save),
-            # with adapters it is the policy without them
+            # with adapters, the reference is the policy without adapters
             reference=algorithm.needs_reference and adapters is None,
             **_teachers_of(config, layout),
             tokens=largest_micro_batch(config, layout, longest, on_gpu=on_gpu),
@@ -202,7 +198,7 @@ class TrainerSettings:
         )
 
     def as_critic(self) -> TrainerSettings:
-        """The facts of a critic beside this policy: all of it is trained, as it is."""
+        """Return the settings of a critic of this policy: fully trained, not quantised."""
         return replace(
             self,
             spec=replace(self.spec, tie_embeddings=False),
@@ -221,8 +217,8 @@ class TrainerSettings:
         )
 
     def is_trained(self, parameter: Parameter) -> bool:
-        """Tell whether a parameter of the model is trained, by the expressions of the flags and as
-        the trainer reads them: the experts of a layer by the name of each."""
+        """Whether a parameter of the model is trained, according to the flags' expressions. As in
+        the trainer, the experts of a layer are matched by their single names."""
         if self.adapters is not None:
             return False
         names = [parameter.name + "0" if parameter.is_expert else parameter.name]
@@ -242,7 +238,7 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class RankParameter:
-    """A rank's part of a parameter: ``numel`` entries."""
+    """A rank's part of a parameter, ``numel`` entries."""
 
     parameter: Parameter
     numel: int
@@ -279,7 +275,7 @@ def rank_adapters(
     for parameter in table.parameters(spec, layers, first=stage == 0, last=last):
         rule = parameter.rule
         numel = parameter.numel
-        if isinstance(rule.layout, SomeParts):  # rows without an adapter are zeros
+        if isinstance(rule.layout, SomeParts):  # also stores zero rows for parts without an adapter
             columns = parameter.shapes[0][1]
             numel = parameter.count * sum(rule.layout.rows) * columns
         is_cut = rule.layout.tp_axis is not None
@@ -293,7 +289,7 @@ def rank_adapters(
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The ranks of one pipeline stage, which all hold the same. Bytes."""
+    """Bytes on each rank of one pipeline stage; its ranks hold the same amount."""
 
     settings: TrainerSettings
     number: int
@@ -312,7 +308,7 @@ class StageMemory:
 
     @cached_property
     def adapters(self) -> list[RankParameter]:
-        """The adapters' parameters; all of them are trained."""
+        """The adapters' parameters, all trained."""
         settings = self.settings
         if settings.adapters is None:
             return []
@@ -330,7 +326,7 @@ class StageMemory:
 
     @cached_property
     def owned(self) -> float:
-        """Entries whose optimizer states are here."""
+        """Entries whose optimizer states this rank holds."""
         settings = self.settings
         if not settings.sharded:
             return float(self.trained)
@@ -375,16 +371,16 @@ class StageMemory:
 
     @property
     def _buckets(self) -> float:
-        """Bytes on the device of optimizer states that live in host memory, during a step."""
+        """Bytes of streaming buckets on the device during a step, if states are in host memory."""
         settings = self.settings
         at_once = min(self.owned, STREAM_SLOTS * STREAM_BUCKET)
         moments = settings.moments if settings.moments_on_host else 0.0
         return at_once * (moments + (settings.master if settings.master_on_host else 0.0))
 
     def on_host(self, *, sleeps: bool) -> dict[str, float]:
-        """Bytes in host memory: offloaded states, the reference's weights, the copies of a sleeping
-        trainer, and those of a checkpoint that is being written. Page-locked memory is of the exact
-        size."""
+        """Bytes in host memory: offloaded states, weights of frozen models, copies of a sleeping
+        trainer's states, and the copy of an asynchronously saved checkpoint. Page-locked
+        allocations are not rounded up."""
         settings = self.settings
         master = self.master * settings.master_on_host
         moments = self.moments * settings.moments_on_host
@@ -408,8 +404,8 @@ class StageMemory:
         return {name: size for name, size in found.items() if size}
 
     def scoring(self) -> dict[str, float]:
-        """Bytes that log-probs without gradients add; the reference's weights come to the device
-        for them."""
+        """Bytes that log-probs without gradients need in addition to `states`, with the weights of
+        one frozen model."""
         found = {
             "temporaries of a layer": self.saved.working * self.settings.tokens,
             **self._output(),
@@ -439,9 +435,8 @@ class StageMemory:
         return self.number == self.settings.layout.pipeline - 1
 
     def _vision(self) -> dict[str, float]:
-        """Return the bytes that a trained tower keeps for its backward pass, if half of the tokens
-        are images': those of one block at a time, where blocks are computed again or not
-        trained."""
+        """Bytes that a vision tower keeps for its backward pass, if half of the tokens are images:
+        of one block at a time, if blocks are recomputed or not trained."""
         settings = self.settings
         vision = settings.spec.vision
         if vision is None or self.number:
@@ -450,8 +445,7 @@ class StageMemory:
             p.parameter.rule.is_vision and "merger" not in p.parameter.name for p in self._learning
         )
         wide, within = vision.kind.kept
-        of_block = wide * vision.hidden_size + within * vision.inner_size
-        kept = of_block
+        kept = wide * vision.hidden_size + within * vision.inner_size
         if is_trained and settings.recompute.granularity == "full":
             kept += vision.depth * vision.hidden_size
         elif is_trained:
@@ -460,8 +454,8 @@ class StageMemory:
         return {"activations of the vision tower": patches * kept * settings.element}
 
     def _rounded(self, kind: str | None) -> dict[str, float]:
-        """Weights as quantised engines have them, beside the plain ones. The ignore list, which is
-        not known here, may spare some; every recommended one spares the output layer."""
+        """Bytes of copies with the engines' quantised values. The ignore list, unknown here, may
+        exclude further weights; every recommended one excludes the output layer."""
         element = self.settings.element
         chosen = [
             p
@@ -476,18 +470,18 @@ class StageMemory:
         return {"quantised weights": size} if size else {}
 
     def training(self) -> dict[str, float]:
-        """Bytes that the forward and backward passes add."""
+        """Bytes that the forward and backward passes need in addition to `states`."""
         settings = self.settings
         saved = self.saved
-        under_way = self.micro_batches_under_way
+        in_flight = self.micro_batches_in_flight
         experts = saved.uneven * (IMBALANCE - 1) if settings.layout.expert > 1 else 0.0
         found = {
-            "activations": saved.kept * under_way * settings.tokens,
-            "activations computed again": saved.rebuilt * settings.tokens,
-            "activations of uneven experts": experts * max(1.0, under_way) * settings.tokens,
-            "adapters spread over fused layers": max(self._spread)
+            "activations": saved.kept * in_flight * settings.tokens,
+            "recomputed activations": saved.rebuilt * settings.tokens,
+            "activations of uneven experts": experts * max(1.0, in_flight) * settings.tokens,
+            "adapters of fused layers, combined": max(self._spread)
             if settings.recompute.granularity == "full"
-            else sum(self._spread) * max(1.0, under_way),
+            else sum(self._spread) * max(1.0, in_flight),
             "temporaries of a layer": self._temporaries(),
             **self._vision(),
             **self._output(),
@@ -496,14 +490,14 @@ class StageMemory:
         }
         if settings.on_gpu:
             found["workspaces of products"] = _WORKSPACE_BYTES
-        # the optimizer's step comes when the rest is gone
+        # the optimizer step runs after these temporaries are freed
         rest = sum(found.values())
-        found["optimizer states under way"] = max(0.0, self._buckets - rest)
+        found["streamed optimizer states"] = max(0.0, self._buckets - rest)
         return {name: size for name, size in found.items() if size}
 
     @cached_property
     def _spread(self) -> list[float]:
-        """Bytes of each layer's adapters between zeros."""
+        """Bytes of each layer's block-diagonal B matrices (`spread_entries`)."""
         settings = self.settings
         if settings.adapters is None:
             return [0.0]
@@ -517,28 +511,28 @@ class StageMemory:
     def _temporaries(self) -> float:
         """Bytes of temporaries of the backward pass through the widest layer.
 
-        On a GPU the measured peak is the output layer's backward pass (with all activations there,
-        and blocks of logits); a layer's temporaries come after it, and both are planned with: that
-        is what the plan is above the measured, beside fragmentation, which is not in it.
+        On a GPU the measured peak is in the output layer's backward pass, with all activations and
+        blocks of logits. Temporaries of a layer come later, but the plan counts both, as a margin
+        for fragmentation, which it does not model.
         """
         settings = self.settings
         saved = self.saved
         working = saved.working * settings.tokens
         if not settings.on_gpu:
             return working + self._largest_gradient()
-        # the product adds a weight's gradient to the buffer; only the embedding's is made as a
-        # whole, at the very end of a backward pass, when its micro-batch holds no activations
+        # products accumulate gradients into the buffer; only the embedding's is a tensor of its
+        # own, at the end of a backward pass, when its micro-batch holds no more activations
         return max(working, self._embedding_gradient() - saved.kept * settings.tokens)
 
     @property
-    def micro_batches_under_way(self) -> float:
-        """Forward passes whose backward pass has yet to come: as a multiple of a whole stage's
-        activations."""
+    def micro_batches_in_flight(self) -> float:
+        """Maximum forward passes without their backward pass, in multiples of the activations of a
+        whole stage."""
         layout = self.settings.layout
-        behind = layout.pipeline - self.number
+        remaining = layout.pipeline - self.number
         if layout.virtual == 1:
-            return float(behind)
-        chunks = 2 * (behind - 1) + (layout.virtual - 1) * layout.pipeline + 1
+            return float(remaining)
+        chunks = 2 * (remaining - 1) + (layout.virtual - 1) * layout.pipeline + 1
         return chunks / layout.virtual
 
     @cached_property
@@ -556,7 +550,7 @@ class StageMemory:
         )
 
     def _output(self) -> dict[str, float]:
-        """The last stage's log-probs: the rows that predict, and blocks of logits."""
+        """Bytes of the last stage's log-probs: hidden states and blocks of logits."""
         settings = self.settings
         if not self._has_output:
             return {}
@@ -564,7 +558,7 @@ class StageMemory:
         rows = settings.tokens
         columns = spec.padded_vocab_size / settings.layout.tensor
         per_entry = _GPU_BLOCKS * settings.element if settings.on_gpu else _CPU_BLOCK_BYTES
-        # the last layer's output, normalised, those that predict, and their gradient
+        # the last layer's output, normalised, its rows that predict tokens, and their gradient
         found: dict[str, float] = {
             "hidden states of predicted tokens": rows
             * spec.hidden_size
@@ -584,7 +578,7 @@ class StageMemory:
         return min(at_once, rows) * min(columns, max(_MIN_COLUMNS, entries // at_once))
 
     def _embedding_gradient(self) -> float:
-        """Dense, as large as the embedding, before it is added to the buffer."""
+        """Bytes of the embedding's dense gradient before it is added to the buffer."""
         sizes = (
             p.numel
             for p in self.parameters
@@ -593,8 +587,7 @@ class StageMemory:
         return sum(sizes) * self.settings.element
 
     def _largest_gradient(self) -> float:
-        """A weight's gradient before it is added to the buffer; the embedding's is as large as the
-        embedding."""
+        """Bytes of the largest gradient of a weight before it is added to the buffer."""
         trained = [
             p.numel
             for p in self.parameters
@@ -604,7 +597,7 @@ class StageMemory:
 
 
 def _takes_groups(config: Config, spec: ModelSpec, flash4: bool) -> bool:
-    """Tell whether attention on GPUs takes keys and values as they are
+    """Whether attention on GPUs needs no repeated keys and values
     (`slime.trainer.megatron.attention`)."""
     wide = spec.head_dim > FLASH4_WIDEST
     torch_only = (
@@ -622,8 +615,8 @@ def _torch_version() -> tuple[int, ...]:
 
 
 def longest_sequence(config: Config) -> tuple[int, bool]:
-    """(tokens of prompt and response at most, is that a guess because no flag bounds the
-    prompt)."""
+    """Return (maximum tokens of prompt and response, whether that is a guess because no flag bounds
+    the prompt)."""
     rollout = config.rollout
     cap = config.train.seq_length
     if rollout.rollout_max_context_len is not None:
@@ -650,8 +643,8 @@ def _teachers_of(config: Config, layout: Layout) -> dict[str, Any]:
 
 
 def largest_micro_batch(config: Config, layout: Layout, longest: int, *, on_gpu: bool) -> int:
-    """Tokens of a rank's largest micro-batch, padding included. A sequence above the limit is one
-    of its own."""
+    """Tokens of a rank's largest micro-batch, with padding. A sequence above the limit is a
+    micro-batch of its own."""
     train = config.train
     if train.use_dynamic_batch_size and train.max_tokens_per_gpu:
         whole = max(train.max_tokens_per_gpu * layout.context, longest)

@@ -1,5 +1,4 @@
-"""Model families: which Hugging Face tensors make up which Megatron parameters. One table file per
-family.
+"""Model families: tables that map Hugging Face tensors to Megatron parameters, a file per family.
 
 family = family_of("path/to/model")         # or a config dict, or a transformers config
 spec = family.model_spec("path/to/model")   # what to build
@@ -90,7 +89,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     QWEN3_VL_MOE,
 )
 
-#: model_type or architecture → why a family that users ask for has no table.
+#: model_type or architecture of a popular family without a table → the reason.
 _NOT_TRAINED = {
     **dict.fromkeys(
         ("apertus", "ApertusForCausalLM"),
@@ -98,8 +97,8 @@ _NOT_TRAINED = {
     ),
     **dict.fromkeys(
         ("bailing_moe", "BailingMoeForCausalLM", "bailing_moe_v2", "BailingMoeV2ForCausalLM"),
-        "Ling and Ring are computed by code of their repositories; transformers has no class that "
-        "a table could be compared with",
+        "Ling and Ring need code of their repositories; transformers has no class to compare a "
+        "table with",
     ),
 }
 
@@ -122,7 +121,7 @@ def table_of(spec: ModelSpec) -> ModelFamily:
 
 
 def family_name(hf_config: HfConfig) -> str:
-    """Return the name of a model's family, or "" for a model that only another engine knows."""
+    """Return the name of a model's family, or "" if there is no table for it."""
     try:
         return family_of(hf_config).name
     except UserError:
@@ -143,33 +142,33 @@ def family_of(hf_config: HfConfig, model_name: str | None = None) -> ModelFamily
     which must not contradict the config.
 
     Args:
-        model_name: a family, or what begins with one, in any spelling ("qwen3-4B",
-            "glm4.5-355B-A32B", "Qwen3ForCausalLM"). Where it fits several families, config.json
+        model_name: a text that begins with the name of a family, in any spelling ("qwen3-4B",
+            "glm4.5-355B-A32B", "Qwen3ForCausalLM"). If several families match, config.json
             decides.
     Raises:
-        UserError: no table for it; lists those there are. ``model_name`` is none, or config.json
-            says otherwise.
+        UserError: there is no table for the model, ``model_name`` is no family, or it contradicts
+            config.json.
 
     Example:
         >>> family_of({"model_type": "qwen3_moe"}, "qwen3-30B-A3B").name
         'qwen3_moe'
     """
     config = read_hf_config(hf_config)
-    own = _family_in(config)
+    configured = _family_in(config)
     if model_name:
         named = _named(model_name)
-        if own is None:
+        if configured is None:
             return named[-1] if any(config.get(key) for key in EXPERT_COUNTS) else named[0]
-        if own not in named:
+        if configured not in named:
             raise UserError(
                 f"--model-name {model_name} contradicts the model's config.json",
                 why=f"the name means {' or '.join(family.name for family in named)}, config.json "
                 f"has the model_type {config.get('model_type')!r}, which is of the family "
-                f"{own.name}",
-                fix="leave --model-name out, or pass the model directory that it belongs to",
+                f"{configured.name}",
+                fix="leave --model-name out, or pass a model directory of that family",
             )
-    if own is not None:
-        return own
+    if configured is not None:
+        return configured
     model_type = config.get("model_type")
     architectures = config.get("architectures") or []
     names = (model_type, *architectures)
@@ -177,8 +176,8 @@ def family_of(hf_config: HfConfig, model_name: str | None = None) -> ModelFamily
     raise UserError(
         f"no conversion table for model_type {model_type!r} "
         f"({', '.join(architectures) or 'no architectures'})",
-        why=reason or f"the tables there are: {_supported()}",
-        fix="choose such a model, or pass --model-name with the family whose layout it has"
+        why=reason or f"the families with tables: {_supported()}",
+        fix="choose a model of these, or pass --model-name with a family of the same layout"
         if reason is None
         else f"choose a model of another family: {_supported()}",
     )
@@ -200,18 +199,19 @@ _REST = re.compile(r"(\d.*|config|forcausallm|base.*|instruct.*|chat.*)?")
 
 
 def _named(model_name: str) -> list[ModelFamily]:
-    """Return the families whose names have the longest common beginning with ``model_name``.
-    "qwen3" fits both the dense and the MoE family.
+    """Return the families with the longest name that ``model_name`` begins with. "qwen3" fits both
+    the dense and the MoE family.
 
     Raises:
-        UserError: none does.
+        UserError: no family matches.
     """
     wanted = _letters(model_name)
     found = dict[str, list[ModelFamily]]()
     all_stems = [(stem, family) for family in FAMILIES for stem in _stems(family)]
     for stem, family in all_stems:
-        # "glm" is a family, and so is "glm4": then a number is a version, unless it is a size, as
-        # "7b"; behind a version, as in "qwen3", only those that "qwen3.5" and its kin begin with
+        # "glm" and "glm4" are both families, so a digit after "glm" is a version, unless it is a
+        # size such as "7b". After a version ("qwen3"), a digit is a further version only if a
+        # family has it ("qwen3.5").
         rest = wanted.removeprefix(stem)
         version = re.escape(rest[:1]) if stem[-1].isdigit() else r"\d"
         versions = any(re.fullmatch(rf"{stem}{version}", other) for other, _ in all_stems)
@@ -222,7 +222,7 @@ def _named(model_name: str) -> list[ModelFamily]:
             found.setdefault(stem, []).append(family)
     if not found:
         raise UserError(
-            f"--model-name {model_name} is not a model family", fix=f"one of: {_supported()}"
+            f"--model-name {model_name} is not a model family", fix=f"pass one of: {_supported()}"
         )
     return found[max(found, key=len)]
 

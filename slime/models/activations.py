@@ -31,7 +31,7 @@ def gated(
     """Return ``activation(gate) · (up + offset)``.
 
     Args:
-        limit: gates are cut above it, ups at both sides of zero; None: nothing is cut.
+        limit: ``gate`` is clamped to at most this, ``up`` to ± this; None: no clamp.
     """
     if limit is not None:
         gate = gate.clamp(max=limit)

@@ -10,28 +10,28 @@ gate and up), each of which has its own A and B, as in PEFT:
 
     Megatron                      of a column-parallel layer        of a row-parallel layer
     <layer>.adapter.down    A     [parts · rank, in], all A's       [rank, in / ranks]
-                                  above each other, on every rank
-    <layer>.adapter.up      B     [out / ranks, rank], cut as       [out, rank] on every rank
-                                  the layer's own weight is
+                                  stacked, on every rank
+    <layer>.adapter.up      B     [out / ranks, rank], sharded      [out, rank] on every rank
+                                  like the layer's own weight
 
-So each row of ``up`` belongs to one part. Parts without an adapter have rows of zeros
-there, and no rows in ``down``.
+Each row of ``up`` belongs to one part. Parts without an adapter have rows of zeros in ``up`` and no
+rows in ``down``.
 
-The output layer is column-parallel over the vocabulary. The embedding looks its tokens up in A, so
-that A is cut as the embedding is, and B begins with random numbers instead of A:
+The output layer is column-parallel over the vocabulary. The embedding looks up tokens in A, so A is
+sharded like the embedding, and B is initialised randomly instead of A:
 
     embedding.word_embeddings.adapter.down    Aᵀ    [vocabulary / ranks, rank]
     embedding.word_embeddings.adapter.up      B     [hidden, rank] on every rank
 
-Routed experts have the same for each expert, ``<layer>.adapter.down{expert}``. With
-``shared-outer`` the outer sides, ``down`` of gate and up and ``up`` of the way back, are one
-parameter for all experts of a layer, and their names have no expert's number, neither in Megatron
-nor outside:
+Routed experts have these parameters per expert, ``<layer>.adapter.down{expert}``. With
+``shared-outer`` the outer sides (``down`` of gate and up, ``up`` of the down projection) are one
+parameter for all experts of a layer, and their names have no expert number, neither in Megatron nor
+in PEFT files:
 
     base_model.model.model.layers.3.mlp.experts.gate_proj.lora_A.weight       [rank, hidden]
     base_model.model.model.layers.3.mlp.experts.7.gate_proj.lora_B.weight     [inner, rank]
 
-`by_expert` gives the names per expert that stand for the first one. Imports no torch.
+`by_expert` gives the per-expert names of the first tensor. Imports no torch.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ from slime.models.spec import ModelSpec
 from slime.models.table import ModelFamily, width
 
 PEFT_PREFIX = "base_model.model."
-"""What PEFT puts in front of the names of a model's modules."""
+"""PEFT's prefix of the names of a model's modules."""
 EVERYTHING = "all-linear"
-"""The target that means every Linear layer but the output layer; PEFT's word for it."""
+"""PEFT's name for the target of every Linear layer but the output layer."""
 _MEGATRON_PART = ".adapter."
 _PEFT_NAME = re.compile(
     re.escape(PEFT_PREFIX)
@@ -73,9 +73,9 @@ class AdapterConfig:
 
     Attributes:
         rank, alpha: of all adapters but those of routed experts.
-        targets: last parts of the Hugging Face names of the layers that have one ("q_proj").
-            Every one is in the model.
-        dropout: share of the inputs that is dropped in training.
+        targets: last parts of the Hugging Face names of the adapted layers ("q_proj"). All exist
+            in the model.
+        dropout: fraction of the inputs that is dropped in training.
         experts: "per-expert", or "shared-outer": the experts of a layer share the outer sides.
         expert_rank: the rank of routed experts' adapters.
     """
@@ -115,9 +115,9 @@ class AdapterConfig:
         """Read the flags for one model.
 
         Raises:
-            UserError: a target that the model does not have (names the nearest) or that cannot be
-                adapted, no target, one side of the experts alone, a rank that the experts per token
-                do not divide.
+            UserError: a target is not in the model (names the closest) or cannot be adapted, there
+                is no target, only one side of the experts is adapted, or the rank is not divisible
+                by the experts per token.
         """
         targets = _targets(flags, family, spec)
         expert_rank = flags.lora_rank
@@ -175,14 +175,14 @@ def adaptable(family: ModelFamily, spec: ModelSpec) -> list[str]:
 
 
 def adaptable_by_name(family: ModelFamily, spec: ModelSpec) -> list[str]:
-    """Return what `adaptable` does, and embedding and output layer, which get an adapter only if
-    they are named; neither of the two if they are one weight."""
+    """Return the layers of `adaptable`, and embedding and output layer, which get an adapter only
+    if they are named. Tied embedding and output layers are left out."""
     return adaptable(family, spec) + [
-        leaf for rule in family.rules if _of_vocabulary(rule, spec) for leaf in leaves(rule)
+        leaf for rule in family.rules if _is_vocabulary(rule, spec) for leaf in leaves(rule)
     ]
 
 
-def _of_vocabulary(rule: Rule, spec: ModelSpec) -> bool:
+def _is_vocabulary(rule: Rule, spec: ModelSpec) -> bool:
     return (rule.is_embedding or rule.is_output) and not spec.tie_embeddings
 
 
@@ -198,7 +198,7 @@ _TIED = (
     "this model's embedding and output layer are one weight: a merged model has no place for an "
     "adapter of one of them, nor for two different ones"
 )
-#: Modules with weights of two axes that get no adapter, and why.
+#: Modules with a weight matrix that cannot get an adapter → why.
 _NOT_ADAPTED = {
     "embed_tokens": _TIED,
     "lm_head": _TIED,
@@ -230,8 +230,8 @@ def _targets(flags: LoraConfig, family: ModelFamily, spec: ModelSpec) -> frozens
     if not targets:
         raise UserError(
             "no layer is left to adapt",
-            why="--lora-exclude-modules names every one of --lora-target-modules",
-            fix=f"leave one of {', '.join(known)}",
+            why="--lora-exclude-modules names every layer of --lora-target-modules",
+            fix=f"adapt at least one of {', '.join(known)}",
         )
     for rule in family.rules:
         if rule.is_expert and _is_layer(rule) and rule.layout is ROW:
@@ -257,21 +257,22 @@ def _unknown_target(option: str, name: str, known: list[str], family: ModelFamil
 
 
 def _refuse_one_side(
-    targets: frozenset[str], back: str, family: ModelFamily, spec: ModelSpec
+    targets: frozenset[str], down: str, family: ModelFamily, spec: ModelSpec
 ) -> None:
-    """Refuse adapters on the way into the experts or on the way back alone.
+    """Refuse adapters of only the gate and up projections of experts, or only of their down
+    projection ``down``.
 
-    SGLang 0.5.16 wraps its experts only if both are targets, and else loads the adapters and never
-    applies them.
+    SGLang 0.5.16 applies adapters of experts only if both are targets; otherwise it loads the
+    adapters and ignores them.
     """
     rules = _in_model([rule for rule in family.rules if rule.is_expert and _is_layer(rule)], spec)
-    into = {leaf for rule in rules for leaf in leaves(rule)} - {back}
-    if rules and (back in targets) != bool(into & targets):
-        missing = back if into & targets else " ".join(sorted(into))
+    inner = {leaf for rule in rules for leaf in leaves(rule)} - {down}
+    if rules and (down in targets) != bool(inner & targets):
+        missing = down if inner & targets else " ".join(sorted(inner))
         raise UserError(
             f"--lora-target-modules has one side of the experts only: {missing} is missing",
             why="SGLang loads adapters of one side of its experts and never applies them",
-            fix=f"add {missing}, or leave out {' and '.join(sorted(into | {back}))}",
+            fix=f"add {missing}, or leave out {' and '.join(sorted(inner | {down}))}",
         )
 
 
@@ -284,8 +285,8 @@ def _refuse_expert_flags(flags: LoraConfig) -> None:
     if given:
         raise UserError(
             f"{' and '.join(given)} without adapters of routed experts",
-            why="the model has no routed experts, or they are no target",
-            fix="leave it out",
+            why="the model has no routed experts, or they are not adapted",
+            fix="leave the flag out, or adapt routed experts with --lora-target-modules",
         )
 
 
@@ -294,7 +295,8 @@ def _divided_rank(rank: int, spec: ModelSpec) -> int:
     if rank % per_token:
         raise UserError(
             f"--lora-rank {rank} cannot be divided by the {per_token} experts per token",
-            why="with --lora-rank-by-topk each expert's adapter has that share of the rank",
+            why="with --lora-rank-by-topk the adapters of experts have rank lora_rank ÷ experts "
+            "per token",
             fix=f"pass --lora-rank {-(-rank // per_token) * per_token}",
         )
     return rank // per_token
@@ -305,12 +307,12 @@ def _divided_rank(rank: int, spec: ModelSpec) -> int:
 
 @dataclass(frozen=True)
 class AdaptedLayer:
-    """A rule of the base's table and those of its adapter.
+    """A rule of the base's table, and the rules of its adapter.
 
     Attributes:
-        base: of the frozen weight.
-        down, up: of the adapter's two parameters.
-        present: which of the base's parts have an adapter.
+        base: rule of the frozen weight.
+        down, up: rules of the adapter's two parameters.
+        present: which parts of the base weight have an adapter.
         rank, scaling: of the adapter.
     """
 
@@ -330,7 +332,7 @@ def adapted_layers(
     family: ModelFamily, spec: ModelSpec, adapters: AdapterConfig
 ) -> list[AdaptedLayer]:
     """Return the rules of the layers with adapters, in the order of the base's table."""
-    adapted = [rule for rule in family.rules if _is_layer(rule) or _of_vocabulary(rule, spec)]
+    adapted = [rule for rule in family.rules if _is_layer(rule) or _is_vocabulary(rule, spec)]
     rules = _in_model(adapted, spec)
     return [
         _adapted(rule, spec, adapters) for rule in rules if adapters.targets & set(leaves(rule))
@@ -338,8 +340,8 @@ def adapted_layers(
 
 
 def adapter_family(family: ModelFamily, spec: ModelSpec, adapters: AdapterConfig) -> ModelFamily:
-    """Return the table of the adapters' parameters: what trains, what checkpoints of adapters hold
-    and what a push brings, by PEFT's names."""
+    """Return the table of the adapters' parameters, which are trained, saved and pushed, with
+    PEFT's names."""
     layers = adapted_layers(family, spec, adapters)
     rules = tuple(rule for layer in layers for rule in (layer.down, layer.up))
     return dataclasses.replace(family, rules=rules, ignored=(), fused=())
@@ -385,7 +387,7 @@ def _adapted(rule: Rule, spec: ModelSpec, adapters: AdapterConfig) -> AdaptedLay
 
 
 def _adapted_embedding(rule: Rule, rank: int, adapters: AdapterConfig) -> AdaptedLayer:
-    """The embedding maps tokens to hidden states: A is [rank, vocabulary], B [hidden, rank]."""
+    """Return the rules of the embedding's adapter: A is [rank, vocabulary], B is [hidden, rank]."""
     (hf,) = rule.hf_names
     assert not isinstance(rule.rows, tuple) and rule.columns is not None
     down = Rule(
@@ -419,7 +421,7 @@ def _peft_name_of(hf: str, side: Side, *, shared: bool) -> str:
 
 
 def peft_name(module: str, side: Side) -> str:
-    """Return the name in a PEFT file of one side of a module's adapter.
+    """Return the name of one side of a module's adapter in a PEFT file.
 
     Example:
         >>> peft_name("model.layers.0.self_attn.q_proj", "A")
@@ -454,8 +456,8 @@ def with_module(name: str, rename: Callable[[str], str]) -> str:
 
 
 def begins_with_zeros(name: str) -> bool:
-    """Tell whether a tensor, by its name in a PEFT file, is zero in a new adapter: B, of the
-    embedding A. The other side is random."""
+    """Tell whether a tensor, by its name in a PEFT file, is zero in a new adapter: B, or A for the
+    embedding. The other side is random."""
     split = split_peft_name(name)
     return split is not None and split[1] == ("A" if is_embedding(split[0]) else "B")
 
@@ -469,8 +471,8 @@ _SHARED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(\w+_proj\.lora_[AB]\.weight)
 
 
 def by_expert(name: str, num_experts: int) -> Iterator[str]:
-    """Yield the names that a tensor has per expert: one for each expert if the experts of a layer
-    share it, else its own name.
+    """Yield a name per expert for a tensor that the experts of a layer share, else only its own
+    name.
 
     Example:
         >>> list(by_expert("base_model.model.model.layers.0.mlp.experts.up_proj.lora_A.weight", 2))

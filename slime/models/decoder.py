@@ -1,4 +1,4 @@
-"""Read the facts that all decoder families share from config.json into a `ModelSpec`."""
+"""Read fields that all decoder families share from config.json into a `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from slime.models.spec import ModelSpec, Rotary, RotaryKind, require, rotary_set
 
 logger = get_logger(__name__)
 
-#: Fields of config.json that say how many routed experts a layer has.
+#: Names in config.json of the number of routed experts per layer.
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
-#: Without the one that Megatron's configuration of latent attention has, too.
+#: Fields of `ModelSpec`, except one that Megatron's configuration of latent attention has too.
 _SPEC_FIELDS = {field.name for field in dataclasses.fields(ModelSpec)} - {"rotary_base"}
 
 
@@ -33,19 +33,19 @@ def decoder_spec(
     honours: tuple[str, ...] = (),
     **extra: Any,
 ) -> ModelSpec:
-    """The spec of a decoder with RMS norms, rotary embedding and gated MLPs.
+    """Make the spec of a decoder with RMS norms, rotary embedding and gated MLPs.
 
-    Absent fields take the defaults of transformers' config classes; ``extra`` are further fields of
-    the `ModelSpec`, and arguments of Megatron's ``TransformerConfig``.
+    Absent fields take the defaults of transformers' config classes. ``extra`` are further fields of
+    `ModelSpec` and arguments of Megatron's ``TransformerConfig``.
 
     Args:
-        default_rotary_base: theta where config.json is silent.
-        default_rotary_percent: rotated share of a head where config.json is silent; None for
-            families whose heads are rotated whole.
+        default_rotary_base: default of theta.
+        default_rotary_percent: default of the rotated fraction of a head; None for families that
+            always rotate whole heads.
         layer_rotary: as of `ModelSpec`.
-        honours: fields that this family computes with, and others do not know.
+        honours: fields that this family supports and other families do not.
     Raises:
-        UserError: a setting that neither trainer nor embedded engine can honour.
+        UserError: config.json has a setting that trainer and embedded engine do not support.
     """
     _refuse_other_architectures(config, honours)
     hidden = int(require(config, "hidden_size"))
@@ -54,7 +54,7 @@ def decoder_spec(
     if activation is None:
         raise UserError(
             f"activation {config['hidden_act']!r} of the model is not supported",
-            fix=f"{', '.join(_ACTIVATIONS)} are",
+            fix=f"choose a model with one of {', '.join(_ACTIVATIONS)}",
         )
     base, percent, scaling = rotary_settings(
         config, default_rotary_base, default_rotary_percent or 1.0
@@ -103,12 +103,12 @@ def decoder_spec(
     if longest is None:
         return spec
     _check_factors(spec)
-    # engines stop there, and the others are not computed
+    # engines stop at this length; positions beyond it would need the other factors
     return dataclasses.replace(spec, max_position_embeddings=longest)
 
 
 def _check_factors(spec: ModelSpec) -> None:
-    """Compare the number of longrope's factors with that of the rotated pairs."""
+    """Check that longrope has a factor per rotated pair of dimensions."""
     assert spec.rotary_scaling is not None
     for key in ("short_factor", "long_factor"):
         count = len(spec.rotary_scaling[key])
@@ -120,7 +120,7 @@ def _check_factors(spec: ModelSpec) -> None:
             )
 
 
-#: transformers' names of activations → those of `slime.models.activations`.
+#: transformers' name of an activation → its name in `slime.models.activations`.
 _ACTIVATIONS = {
     "silu": "silu",
     "gelu": "gelu",
@@ -129,9 +129,9 @@ _ACTIVATIONS = {
     "quick_gelu": "quick_gelu",
 }
 
-#: Fields by which other architectures change what is computed without any tensor of their own, and
-#: the values that change nothing. transformers' classes for the families here do not read them;
-#: other code that reads the file may.
+#: Fields that change the computation in other architectures, without tensors of their own → values
+#: that change nothing. transformers' classes of the families here ignore these fields, but other
+#: code that reads config.json may not.
 _OTHER_ARCHITECTURES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
@@ -177,14 +177,13 @@ _OTHER_ARCHITECTURES: dict[str, tuple[Any, ...]] = {
 
 
 def _refuse_other_architectures(config: dict[str, Any], honours: tuple[str, ...]) -> None:
-    """Raise if config.json asks for mathematics that no family here has, under the name other
-    architectures use for it."""
+    """Refuse fields of other architectures with values that change the computation."""
     for key, neutral in _OTHER_ARCHITECTURES.items():
         if key not in honours and config.get(key) is not None and config[key] not in neutral:
             raise UserError(
                 f"the model's config.json sets {key} to {config[key]!r}, which cannot be trained "
                 "faithfully",
-                why=f"no model of type {config.get('model_type')!r} computes with it; the weights "
+                why=f"no model of type {config.get('model_type')!r} uses this field; the weights "
                 "may belong to another architecture",
                 fix="set model_type to the architecture the weights were trained with, or remove "
                 "the field if it is a leftover",
@@ -194,9 +193,9 @@ def _refuse_other_architectures(config: dict[str, Any], honours: tuple[str, ...]
 def _whole_heads(percent: float, scaling: dict[str, Any] | None) -> float:
     """Ignore ``partial_rotary_factor`` in a family without partial rotation.
 
-    transformers keeps the field and rotates whole heads all the same, so weights saved with such a
-    config mean that. Its scaled frequencies do take the field into account and then fit no head, so
-    that combination means nothing.
+    transformers keeps the field but rotates whole heads, so weights saved with such a config were
+    trained with whole heads. Its scaled frequencies do depend on the field and then do not fit the
+    heads, so this combination is refused.
     """
     if percent != 1.0 and scaling is not None:
         raise UserError(
@@ -208,12 +207,12 @@ def _whole_heads(percent: float, scaling: dict[str, Any] | None) -> float:
             "the weights belong to",
         )
     if percent != 1.0:
-        _tell_of_whole_heads(percent)
+        _warn_of_whole_heads(percent)
     return 1.0
 
 
-@functools.cache  # a config is read several times
-def _tell_of_whole_heads(percent: float) -> None:
+@functools.cache  # warn once, although a config is read several times
+def _warn_of_whole_heads(percent: float) -> None:
     logger.warning(
         "config.json sets partial_rotary_factor to %g; whole heads are rotated, as transformers "
         "does for this family",
@@ -222,8 +221,8 @@ def _tell_of_whole_heads(percent: float) -> None:
 
 
 def mtp_layers(config: dict[str, Any]) -> int:
-    """Count the layers for multi-token prediction behind the decoder's, by either name;
-    transformers' default is 1."""
+    """Read the number of multi-token-prediction layers, by either name; transformers' default is
+    1."""
     for name in ("num_nextn_predict_layers", "num_mtp_layers"):
         if config.get(name) is not None:
             return int(config[name])
@@ -231,11 +230,10 @@ def mtp_layers(config: dict[str, Any]) -> int:
 
 
 def num_experts(config: dict[str, Any], name: str, alias: str = "num_local_experts") -> int:
-    """Read the number of routed experts per layer, under the family's name for it or another that
-    transformers takes for it.
+    """Read the number of routed experts per layer, by the family's name or by transformers' alias.
 
     Raises:
-        UserError: neither name is there, or they contradict each other.
+        UserError: neither name is in the config, or they contradict each other.
     """
     found = {key: int(config[key]) for key in (name, alias) if config.get(key) is not None}
     if len(set(found.values())) > 1:
@@ -263,11 +261,11 @@ def moe_layer_freq(has_experts: list[bool]) -> int | list[int]:
 
 
 def softmax_router(config: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `decoder_spec` for Qwen3-MoE: the top-k of a softmax, renormalised or not
-    (``norm_topk_prob``).
+    """Arguments of `decoder_spec` for the router of Qwen3-MoE: the top-k of a softmax, renormalised
+    if ``norm_topk_prob`` is true.
 
-    A softmax over the chosen logits equals the renormalised probabilities, which is what Megatron
-    does without ``moe_router_pre_softmax``.
+    Megatron renormalises without ``moe_router_pre_softmax``: its softmax over the chosen logits
+    equals the renormalised probabilities.
     """
     normalised = bool(config.get("norm_topk_prob", False))
     return {
@@ -282,15 +280,14 @@ def softmax_router(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def sigmoid_router(config: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `decoder_spec` for DeepSeek-V3 and GLM-4.5: sigmoid scores, a bias that only
-    chooses, groups.
+    """Arguments of `decoder_spec` for the router of DeepSeek-V3 and GLM-4.5: sigmoid scores, a bias
+    that affects only the choice of experts, and groups of experts.
 
     Source: DeepSeek-V3 (arXiv:2412.19437), equations 12 to 16 and section 2.1.2; a group's score is
     the sum of its two best experts.
 
     Raises:
-        UserError: another way of scoring or choosing, or groups that the experts cannot be divided
-            into.
+        UserError: the router has another score or choice, or the groups do not divide the experts.
     """
     for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if config.get(key, value) != value:
@@ -324,7 +321,7 @@ def sigmoid_router(config: dict[str, Any]) -> dict[str, Any]:
             "them must hold num_experts_per_tok",
             fix="use the config.json that belongs to the weights",
         )
-    if chosen < groups:  # choosing all groups is no limit
+    if chosen < groups:  # with all groups chosen there is no limit
         fields |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
     if config.get("n_shared_experts"):
         size = int(config["n_shared_experts"]) * fields["moe_ffn_hidden_size"]
@@ -332,7 +329,7 @@ def sigmoid_router(config: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-#: transformers' window, where config.json is silent.
+#: transformers' default of ``sliding_window``.
 _DEFAULT_WINDOW = 4096
 
 FULL = "full_attention"
@@ -340,12 +337,10 @@ SLIDING = "sliding_attention"
 
 
 def layer_kinds(config: dict[str, Any], default: list[str]) -> list[str]:
-    """Return the kind of attention of each layer: ``layer_types``, or ``default`` where
-    config.json is silent.
+    """Return the kind of attention of each layer: ``layer_types``, or ``default`` without it.
 
     Raises:
-        UserError: a kind that trainer and embedded engine do not compute, or another number of
-            layers than the model has.
+        UserError: a kind is not supported, or the number of kinds is not the number of layers.
     """
     kinds = list(config.get("layer_types") or default)
     layers = int(require(config, "num_hidden_layers"))
@@ -353,7 +348,7 @@ def layer_kinds(config: dict[str, Any], default: list[str]) -> list[str]:
         raise UserError(
             f"the model's config.json sets layer_types to {kinds}, which cannot be trained "
             "faithfully",
-            why=f"the model has {layers} layers; trainer and embedded engine know {FULL} and "
+            why=f"the model has {layers} layers; trainer and embedded engine support {FULL} and "
             f"{SLIDING}",
             fix="use the config.json that belongs to the weights",
         )
@@ -361,19 +356,20 @@ def layer_kinds(config: dict[str, Any], default: list[str]) -> list[str]:
 
 
 def every_nth_full(config: dict[str, Any], nth: int) -> list[str]:
-    """Return kinds of which each ``nth``-th is full and the others have a window."""
+    """Return kinds of attention in which every ``nth`` layer is full and the others have a
+    window."""
     layers = range(int(require(config, "num_hidden_layers")))
     return [SLIDING if (layer + 1) % nth else FULL for layer in layers]
 
 
 def windows(config: dict[str, Any], kinds: list[str]) -> dict[str, Any]:
-    """Arguments of `decoder_spec` for layers of which some see ``sliding_window`` tokens, the token
-    itself included.
+    """Arguments of `decoder_spec` for models in which some layers attend to the last
+    ``sliding_window`` tokens, including the token itself.
 
-    A window of ``max_position_embeddings`` or more hides nothing, and is none.
+    A window of ``max_position_embeddings`` or more is ignored, as it has no effect.
 
     Raises:
-        UserError: layers have a window, and config.json does not say how long it is.
+        UserError: layers have a window, but config.json has no ``sliding_window``.
     """
     if SLIDING not in kinds:
         return {}
@@ -393,10 +389,11 @@ def windows(config: dict[str, Any], kinds: list[str]) -> dict[str, Any]:
 
 
 def windows_everywhere(config: dict[str, Any], switch: str | None = None) -> dict[str, Any]:
-    """Arguments of `decoder_spec` for a model whose layers all have the window or none has.
+    """Arguments of `decoder_spec` for a model in which all layers have a window, or none.
 
     Args:
-        switch: the field without which the window is off; None: ``sliding_window`` alone decides.
+        switch: the field that must be true for the window to be on; None: only ``sliding_window``
+            decides.
     """
     is_on = config.get("sliding_window", _DEFAULT_WINDOW) is not None
     if switch is not None and not config.get(switch):
@@ -418,18 +415,18 @@ def windows_from_layer(config: dict[str, Any]) -> dict[str, Any]:
 def rotary_by_kind(
     config: dict[str, Any], main_base: float, local_base: float
 ) -> tuple[dict[str, Any], Rotary]:
-    """Read the rotary embeddings of a model that has one for full attention and one for layers with
-    a window.
+    """Read the rotary embeddings of a model with one for full attention and one for layers with a
+    window.
 
-    transformers 5 writes ``rope_parameters`` by kind of layer; earlier versions ``rope_theta`` and
-    ``rope_scaling`` for full attention, ``rope_local_base_freq`` for the others, which they never
-    scale.
+    transformers 5 writes ``rope_parameters`` by kind of layer. Earlier versions write
+    ``rope_theta`` and ``rope_scaling`` for full attention, and ``rope_local_base_freq`` for layers
+    with a window, whose frequencies they never scale.
 
     Returns:
-        The config with the settings of full attention in the place of all, and the embedding of
-        layers with a window.
+        The config with the settings of full attention as its only ones, and the embedding of layers
+        with a window.
     Raises:
-        UserError: settings that are not by kind of layer, in the spelling that is.
+        UserError: ``rope_parameters`` has further entries, or ``rope_scaling`` is also set.
     """
     found = config.get("rope_parameters")
     rest = {key: value for key, value in config.items() if key != "rope_parameters"}

@@ -1,5 +1,5 @@
-"""DeepSeek-V2-Lite (``DeepseekV2ForCausalLM``): DeepSeek-V3's attention and tensors, experts behind
-a softmax router without a bias or groups."""
+"""DeepSeek-V2-Lite (``DeepseekV2ForCausalLM``): DeepSeek-V3's attention and tensors, with a softmax
+router without bias or groups."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from slime.models.table import (
     ModelFamily,
 )
 
-#: transformers' DeepseekV3Config, where config.json is silent.
+#: Defaults of transformers' DeepseekV3Config for fields that config.json lacks.
 _DEFAULTS = {
     "first_k_dense_replace": 3,
     "n_group": 8,
@@ -43,7 +43,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def latent_spec(config: dict[str, Any], family: str, router: dict[str, Any]) -> ModelSpec:
-    """The spec of a family with this attention; ``config`` has its defaults filled in."""
+    """Make the spec of a family with multi-latent attention; ``config`` includes its defaults."""
     _refuse_other_models(config)
     layers = range(int(require(config, "num_hidden_layers")))
     freq = int(config.get("moe_layer_freq") or 1)
@@ -57,7 +57,7 @@ def latent_spec(config: dict[str, Any], family: str, router: dict[str, Any]) -> 
         num_mtp_layers=mtp_layers(config),
         **_latent_attention(config),
     )
-    del spec.transformer["kv_channels"]  # has no meaning here
+    del spec.transformer["kv_channels"]  # heads have other widths in multi-latent attention
     return spec
 
 
@@ -66,8 +66,8 @@ def _refuse_other_models(config: dict[str, Any]) -> None:
     if not config.get("rope_interleave", True):
         raise UserError(
             "the model rotates the first against the second half of each head",
-            why="config.json sets rope_interleave to false; published models of this family pair "
-            "neighbours",
+            why="config.json sets rope_interleave to false; published models of this family rotate "
+            "neighbouring pairs",
             fix="choose another model",
         )
 
@@ -88,7 +88,7 @@ def _latent_attention(config: dict[str, Any]) -> dict[str, Any]:
         "rotary_scaling_factor": 1.0,
         "mscale_all_dim": 0.0,
     }
-    # on the scores, whatever kind of scaling it is
+    # mscale_all_dim scales attention scores with every type of rotary scaling
     if scaling is not None and scaling.get("mscale_all_dim"):
         fields |= {
             "rotary_scaling_factor": float(scaling["factor"]),
@@ -106,8 +106,7 @@ def _latent_attention(config: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-#: The two projections down to the latents read the same input, so SGLang computes them with one
-#: matrix.
+#: The two projections to latents have the same input; SGLang computes them with one matrix.
 _FUSED_DOWN_PROJECTIONS = FusedLoad(
     fused=HF_ATTENTION + "fused_qkv_a_proj_with_mqa",
     parts=(HF_ATTENTION + "q_a_proj", HF_ATTENTION + "kv_a_proj_with_mqa"),

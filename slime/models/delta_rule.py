@@ -1,18 +1,18 @@
 """The gated delta rule (Gated DeltaNet, arXiv:2412.06464) and the short convolution before it, in
 torch, for packed tokens.
 
-A head keeps a matrix S [key, value]. Each token first lets it decay, then writes to it what its key
-does not give yet, and reads it with its query:
+A head keeps a matrix S [key, value]. Each token first decays S, then adds the difference between
+its value and what S returns for its key, and reads S with its query:
 
     S ← e^g · S        d = β · (v − Sᵀk)        S ← S + k dᵀ        o = Sᵀq
 
 `recurrent_step` does this for one token per sequence. `chunked` does it for runs of tokens: within
 a chunk of C tokens the writes are the solution of a triangular system (WY representation,
-arXiv:2406.06484, section 3), and only from chunk to chunk is there a loop. A run begins with zeros,
-a given state, or the state that another run ended with: samples that share a prompt are runs that
-begin where the prompt's ended.
+arXiv:2406.06484, section 3), and a loop goes over chunks. A run starts with zeros, with a given
+state, or with the final state of another run: samples that share a prompt continue the prompt's
+run.
 
-The trainer and the embedded engine compute with these functions on a CPU.
+The trainer and the embedded engine use these functions on a CPU.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: Tokens per chunk; runs that are no longer than one of `_SMALL_CHUNKS` have such chunks.
+#: Tokens per chunk. If all runs fit into one of `_SMALL_CHUNKS`, that size is used.
 CHUNK = 64
 _SMALL_CHUNKS = (16, 32)
 _L2_EPS = 1e-6
 
 Keep = Callable[[int, int, Tensor], None]
-"""(run, tokens of it, state [heads, key, value]): called at the borders of chunks."""
+"""(run, number of its tokens so far, state [heads, key, value]): called between chunks."""
 
 
 @dataclass(frozen=True)
 class ChunkStage:
-    """Runs that can be computed side by side, the longest first.
+    """Runs that can be computed in parallel, the longest first.
 
     Attributes:
-        runs: their numbers.
-        parents: the place of the run that each continues among ``runs`` of the stage before; None
-            for runs that begin by themselves.
-        steps: (first chunk, number of chunks) of each pass through the runs: the n-th chunks of all
-            runs that have so many.
+        runs: numbers of the runs.
+        parents: for each run, the index of the run that it continues in ``runs`` of the previous
+            stage; None for runs without a parent.
+        steps: (first chunk, number of chunks) per step; step n computes the n-th chunk of each run
+            that has one.
     """
 
     runs: Tensor
@@ -53,15 +53,15 @@ class ChunkStage:
 
 @dataclass(frozen=True)
 class TokenRuns:
-    """How packed tokens are cut into runs and chunks.
+    """How packed tokens are split into runs and chunks.
 
     Attributes:
-        lengths: tokens of each run, none of them 0; runs follow each other in the packed tokens.
+        lengths: tokens of each run, at least 1, in the order of the packed tokens.
         size: tokens per chunk.
-        gather: int64 [chunks · size], the token of each cell; ``sum(lengths)`` for cells behind the
+        gather: int64 [chunks · size], the token of each cell; ``sum(lengths)`` for cells after the
             end of a run.
         cells: int64 [tokens], the cell of each token.
-        stages: runs that begin by themselves, then those that continue one of them.
+        stages: runs without a parent, then the runs that continue them.
     """
 
     lengths: list[int]
@@ -77,12 +77,12 @@ class TokenRuns:
         device: torch.device | None = None,
         size: int | None = None,
     ) -> TokenRuns:
-        """Cut runs into chunks.
+        """Split runs into chunks.
 
         Args:
-            parents: the number of the run that each run continues, -1 for none. A run that is
-                continued continues none itself.
-            size: tokens per chunk; None: as few as the longest run needs, at most `CHUNK`.
+            parents: the number of the run that each run continues, or -1. A parent has no parent
+                itself.
+            size: tokens per chunk; None: the smallest size that fits the longest run, or `CHUNK`.
 
         Example (two runs of one chunk each, the second continues the first):
             >>> runs = TokenRuns.of([3, 2], [-1, 0])
@@ -112,17 +112,18 @@ class TokenRuns:
                     gather.append(torch.where(inside, starts[run] + offsets, total))
             if members:
                 places = [earlier.index(parents[run]) for run in members] if continues else None
-                of_parents = None if places is None else torch.tensor(places, device=device)
-                stages.append(ChunkStage(torch.tensor(members, device=device), of_parents, steps))
+                indices = None if places is None else torch.tensor(places, device=device)
+                stages.append(ChunkStage(torch.tensor(members, device=device), indices, steps))
             earlier = members
-        cells_of = torch.cat(gather)
+        tokens_of = torch.cat(gather)
         cells = torch.empty(total + 1, dtype=torch.long)
-        cells[cells_of] = torch.arange(cells_of.numel())
-        return TokenRuns(list(lengths), size, cells_of.to(device), cells[:total].to(device), stages)
+        cells[tokens_of] = torch.arange(tokens_of.numel())
+        cells = cells[:total].to(device)
+        return TokenRuns(list(lengths), size, tokens_of.to(device), cells, stages)
 
     def padded(self, x: Tensor) -> Tensor:
-        """[tokens, heads, …] → [chunks, heads, size, …], with zeros behind the ends of runs. Rows
-        of ``x`` behind the last token are ignored."""
+        """[tokens, heads, …] → [chunks, heads, size, …], with zeros after the ends of runs. Rows of
+        ``x`` after the last token are ignored."""
         tokens = x[: self.cells.numel()]
         rows = torch.cat([tokens, x.new_zeros(1, *x.shape[1:])]).index_select(0, self.gather)
         return rows.view(-1, self.size, *x.shape[1:]).transpose(1, 2)
@@ -138,26 +139,27 @@ def chunked(
     initial: Tensor | None = None,
     keep: Keep | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the rule for runs of packed tokens, at least in float32. Differentiable.
+    """Apply the delta rule to runs of packed tokens, in float32 or wider. Differentiable.
 
     Args:
-        query, key: [tokens, key heads, key width], as `normalised` returns them; each serves
+        query, key: [tokens, key heads, key width], from `normalised`. Each key head serves
             ``value heads / key heads`` neighbouring value heads.
         value: [tokens, value heads, value width].
         decay: [tokens, value heads], the logarithm g ≤ 0 of the factor.
         beta: [tokens, value heads], in 0 … 1.
-        initial: [runs, value heads, key width, value width], the states that runs without parent
-            begin with; None: zeros.
-        keep: is shown the state behind every chunk but the last of a run.
+        initial: [runs, value heads, key width, value width], initial states of runs without a
+            parent; None: zeros.
+        keep: receives the state after every chunk of a run except the last.
     Returns:
-        (outputs [tokens, value heads, value width], final states of all runs, as ``initial``).
+        (outputs [tokens, value heads, value width], final states of all runs, shaped as
+        ``initial``).
     """
     heads = value.size(1)
     repeats = heads // key.size(1)
     dtype = torch.promote_types(value.dtype, torch.float32)
     q, k, v = (runs.padded(x.to(dtype)) for x in (query, key, value))
     b = runs.padded(beta.to(dtype)[..., None])
-    # In float64: the gradient of a decay is a difference of sums over a chunk that nearly cancel.
+    # float64, as the gradient of a decay is a difference of nearly equal sums over a chunk
     total = runs.padded(decay.double()[..., None])[..., 0].cumsum(-1)
     ones = torch.ones(runs.size, runs.size, dtype=torch.bool, device=v.device)
     gaps = (total[..., :, None] - total[..., None, :]).masked_fill(~ones.tril(), -torch.inf)
@@ -211,7 +213,7 @@ def chunked(
 def recurrent_step(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the rule for one token of each sequence.
+    """Apply the delta rule to one token of each sequence.
 
     Args:
         query, key, value, decay, beta: as of `chunked`, a row for each sequence.
@@ -233,8 +235,8 @@ def _repeated(x: Tensor, repeats: int) -> Tensor:
 
 
 def normalised(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys [tokens, heads, width] of length 1 (queries: of width^−½), at least in
-    float32."""
+    """Scale queries and keys [tokens, heads, width] to norm 1 (queries: width^−½), in float32 or
+    wider."""
     q, k = (_unit(x.to(torch.promote_types(x.dtype, torch.float32))) for x in (query, key))
     return q * query.size(-1) ** -0.5, k
 
@@ -244,7 +246,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def decay_of(a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
-    """g = −e^A · softplus(a + bias), at least in float32; a [tokens, value heads]."""
+    """g = −e^A · softplus(a + bias), in float32 or wider; a [tokens, value heads]."""
     dtype = torch.promote_types(a.dtype, torch.float32)
     return -a_log.to(dtype).exp() * F.softplus(a.to(dtype) + dt_bias.to(dtype))
 
@@ -266,14 +268,14 @@ def gated_norm(output: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tens
 
 
 def reached(lengths: Sequence[int], parents: Sequence[int], width: int) -> Tensor:
-    """Tell which rows the convolution of each packed token reads.
+    """Return the rows that the convolution of each packed token reads.
 
     Args:
         lengths, parents: as of `TokenRuns.of`.
-        width: of the convolution.
+        width: width of the convolution.
     Returns:
-        int64 [width, tokens], the oldest first; ``sum(lengths)`` stands for a row of zeros before
-        the first token of a sample.
+        int64 [width, tokens], oldest first; ``sum(lengths)`` stands for a row of zeros before the
+        first token of a sample.
 
     Example (the second run continues the first):
         >>> reached([2, 1, 1], [-1, 0, -1], 2).tolist()
@@ -295,10 +297,11 @@ def reached(lengths: Sequence[int], parents: Sequence[int], width: int) -> Tenso
 
 
 class CausalConv(torch.autograd.Function):
-    """silu of a depthwise convolution over the rows that each token reads; keeps the rows alone.
+    """silu of a depthwise convolution over the rows that each token reads. For the backward pass it
+    saves only the inputs.
 
-    Args of ``apply``: rows [rows, channels]; weight [channels, width]; reads int64 [width, tokens],
-    where the number of rows stands for zeros. Returns [tokens, channels].
+    Args of ``apply``: rows [rows, channels]; weight [channels, width]; reads int64 [width, tokens]
+    as from `reached`, where the number of rows stands for zeros. Returns [tokens, channels].
     """
 
     @staticmethod
@@ -321,14 +324,14 @@ class CausalConv(torch.autograd.Function):
 
 
 def convolved_step(window: Tensor, weight: Tensor) -> Tensor:
-    """Do what `CausalConv` does, for the last token of each sequence.
+    """Compute `CausalConv` for the last token of each sequence.
 
     Args:
-        window: [sequences, channels, width], the inputs that it reads, oldest first.
+        window: [sequences, channels, width], the inputs of the convolution, oldest first.
         weight: [channels, width].
     """
     total = window[..., 0] * weight[:, 0]
-    for j in range(1, weight.size(1)):  # one order of additions, whatever the number of sequences
+    for j in range(1, weight.size(1)):  # the order of additions does not depend on the batch size
         total.addcmul_(window[..., j], weight[:, j])
     return F.silu(total)
 

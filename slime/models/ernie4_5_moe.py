@@ -1,5 +1,6 @@
 """ERNIE 4.5 with experts (``Ernie4_5_MoeForCausalLM``): dense layers first, then shared and routed
-experts behind a softmax router with a bias that only chooses; pairs of neighbours are rotated."""
+experts with a softmax router, whose bias affects only the choice; neighbouring pairs are
+rotated."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from slime.models.rules import HF_MLP, Rule
 from slime.models.spec import ModelSpec, refuse, require
 from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, MOE_RULES, ModelFamily
 
-#: transformers' Ernie4_5_MoeConfig, where config.json is silent.
+#: Defaults of transformers' Ernie4_5_MoeConfig for fields that config.json lacks.
 _DEFAULTS = {
     "max_position_embeddings": 131072,
     "num_key_value_heads": 4,
@@ -26,7 +27,7 @@ _DEFAULTS = {
     "moe_layer_interval": 1,
     "moe_norm_min": 1e-12,
 }
-#: Scores of chosen experts have a larger sum.
+#: The sum of the chosen experts' scores is always larger than this.
 _NEGLIGIBLE = 1e-6
 
 
@@ -37,7 +38,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
         raise UserError(
             f"the model's config.json sets moe_norm_min to {config['moe_norm_min']!r}, which "
             "cannot be trained faithfully",
-            why="scores of the chosen experts are divided by their sum, however small it is",
+            why="scores of the chosen experts are divided by their sum without a lower bound",
             fix=f"choose a model with {_NEGLIGIBLE:g} or less",
         )
     routed = {
@@ -60,7 +61,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def _either(config: dict[str, Any], name: str, alias: str, default: int) -> int:
-    """Read a number of experts by the family's name for it, or by transformers'."""
+    """Read a number of experts by the family's name, or by transformers' alias."""
     is_there = any(config.get(key) is not None for key in (name, alias))
     return num_experts(config, name, alias) if is_there else default
 
@@ -75,7 +76,7 @@ def _has_experts(config: dict[str, Any]) -> list[bool]:
 
 
 def _with_flat_bias(rule: Rule) -> Rule:
-    """The rule of the router's bias for a tensor [1, experts]."""
+    """Return the rule; for the router's bias, one with a tensor [1, experts]."""
     if not rule.is_buffer:
         return rule
     return replace(

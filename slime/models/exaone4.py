@@ -1,6 +1,5 @@
-"""EXAONE 4 (``Exaone4ForCausalLM``): norms behind attention and MLP instead of before them, norms
-on queries and keys; of models with a window, the layers that see everything have no rotary
-embedding."""
+"""EXAONE 4 (``Exaone4ForCausalLM``): norms after attention and MLP instead of before them, norms on
+queries and keys; in models with a window, layers of full attention have no rotary embedding."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from slime.models.decoder import FULL, SLIDING, decoder_spec, every_nth_full, la
 from slime.models.spec import ModelSpec, require
 from slime.models.table import COMPUTED_BUFFERS, POST_NORM_RULES, ModelFamily
 
-#: transformers' Exaone4Config, where config.json is silent.
+#: Defaults of transformers' Exaone4Config for fields that config.json lacks.
 _DEFAULTS = {
     "max_position_embeddings": 2048,
     "num_key_value_heads": 32,
@@ -36,7 +35,8 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def _default_kinds(config: dict[str, Any]) -> list[str]:
-    """Read ``sliding_window_pattern``: each how many-th layer sees everything, or "LLLG"."""
+    """Read ``sliding_window_pattern``: the interval of layers of full attention, or a pattern such
+    as "LLLG"."""
     layers = int(require(config, "num_hidden_layers"))
     pattern = config["sliding_window_pattern"]
     if config["sliding_window"] is None or not pattern:

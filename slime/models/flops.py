@@ -1,5 +1,5 @@
-"""Estimate what a sample costs to train on, from the model's config.json. ``--balance-by-flops``
-uses it."""
+"""Estimate the FLOPs of a sample from the model's config.json, for ``--balance-by-flops`` and
+forecasts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from slime.models.table import ModelFamily
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """Forward FLOPs of one sequence of L tokens: ``linear`` · L + ``quadratic`` · L², and what
-    layers with a window compute.
+    """Forward FLOPs of one sequence of L tokens: ``linear`` · L + ``quadratic`` · L², plus those of
+    layers with a window.
 
     Attributes:
-        image: of a token of an image, what the tower computes beside its attention.
-        image_pair: of a pair of patches of one image, what its attention computes.
-        merge: patches that such a token stands for.
-        windowed: (W, q) per length of window: its layers compute q · L² up to L = W, and
+        image: FLOPs of the vision tower per image token, without attention.
+        image_pair: FLOPs of the vision tower's attention per pair of patches of one image.
+        merge: patches per image token.
+        windowed: (W, q) per window length W. Its layers need q · L² FLOPs up to L = W, and
             q · (2·W·L − W²) beyond.
 
     Example (attention outweighs the matrix products beyond linear / quadratic tokens):
@@ -37,7 +37,7 @@ class SequenceCost:
     merge: int = 1
 
     def of_images(self, sizes: Iterable[int]) -> float:
-        """Forward FLOPs of the tower for images of so many tokens each."""
+        """Forward FLOPs of the vision tower for images with ``sizes`` tokens each."""
         return sum(self.image * size + self.image_pair * (size * self.merge) ** 2 for size in sizes)
 
     def __call__(self, length: int) -> float:
@@ -52,13 +52,13 @@ class SequenceCost:
 
 
 def sequence_cost(family: ModelFamily, hf_config: HfConfig) -> SequenceCost:
-    """Count 2 FLOPs per weight and token in the layers and the output layer, plus what the token
-    mixers compute per pair of tokens, or per token where they keep a state.
+    """Count 2 FLOPs per weight and token in the layers and the output layer, plus FLOPs of token
+    mixers per pair of tokens, or per token if they keep a state.
 
-    Of the experts of a layer those count that a token passes; norms and biases are left out.
+    Only the experts that a token is routed to are counted. Norms and biases are left out.
     """
     spec = family.model_spec(hf_config)
-    passed = 0.0
+    weights = 0.0
     for parameter in family.parameters(spec, range(spec.num_layers)):
         is_matrix = parameter.rule.columns is not None and not parameter.rule.is_buffer
         if parameter.rule.is_vision:
@@ -69,29 +69,29 @@ def sequence_cost(family: ModelFamily, hf_config: HfConfig) -> SequenceCost:
                 if parameter.is_expert
                 else 1.0
             )
-            passed += parameter.numel * share
-    beside = 0.0
+            weights += parameter.numel * share
+    token_flops = 0.0
     by_window: dict[int | None, float] = {}
     for layer in range(spec.num_layers):
         window = spec.window(layer)
         mixer = mixer_of(spec.transformer, layer)
         by_window[window] = by_window.get(window, 0.0) + mixer.flops(spec)
-        beside += mixer.token_flops(spec)
+        token_flops += mixer.token_flops(spec)
     quadratic = by_window.pop(None, 0.0)
     windowed = tuple((window, cost) for window, cost in by_window.items() if window is not None)
-    return SequenceCost(2.0 * passed + beside, quadratic, windowed, *_tower(family, spec))
+    return SequenceCost(2.0 * weights + token_flops, quadratic, windowed, *_tower(family, spec))
 
 
 def _tower(family: ModelFamily, spec: ModelSpec) -> tuple[float, float, int]:
-    """`SequenceCost`'s numbers of the tower that sees images; the table of positions is left
-    out."""
+    """Return ``image``, ``image_pair`` and ``merge`` of `SequenceCost`. The position embedding is
+    left out."""
     if spec.vision is None:
         return 0.0, 0.0, 1
     merge = spec.vision.merge_size**2
-    passed = 0.0
+    weights = 0.0
     for parameter in family.parameters(spec, ()):
         rule = parameter.rule
         if rule.is_vision and rule.columns is not None and "pos_embed" not in parameter.name:
-            passed += parameter.numel * (1 if "merger" in parameter.name else merge)
+            weights += parameter.numel * (1 if "merger" in parameter.name else merge)
     pair = 4.0 * spec.vision.hidden_size * spec.vision.depth
-    return 2.0 * passed, pair, merge
+    return 2.0 * weights, pair, merge

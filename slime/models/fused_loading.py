@@ -1,14 +1,14 @@
-"""Tensors that an engine fuses while it loads them, so that one load call must bring all of them.
+"""Tensors that an engine fuses while it loads them, so that one load call must contain all of them.
 
-SGLang holds some Linear layers of a checkpoint as one parameter. Most of those it fills part by
+SGLang holds some Linear layers of a checkpoint as one parameter. Most of these it fills part by
 part, in any number of calls: ``qkv_proj``, ``gate_up_proj``, stacked experts, and ``in_proj_qkvz``
-and ``in_proj_ba`` of Qwen3-Next and Qwen3.5. Others it concatenates first: it keeps the parts that
-have come in a table of the load call and writes the parameter once all are there. A part whose
-partners come in another call is dropped without a word. A weight push is many load calls, one for
-each bucket, so such tensors must share a bucket.
+and ``in_proj_ba`` of Qwen3-Next and Qwen3.5. Others it concatenates first: it collects the parts
+within one load call and writes the parameter when all have arrived. If the parts arrive in
+different calls, it silently drops them. A weight push makes a load call per bucket, so such tensors
+must share a bucket.
 
-A family declares its own in `slime.models.table.ModelFamily.fused`. Parts are concatenated by the
-last part of their names: weights with weights, scales with scales. Imports no torch.
+A family lists its groups in `slime.models.table.ModelFamily.fused`. Weights are concatenated with
+weights and scales with scales, by the last part of their names. Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class FusedLoad:
     Attributes:
         fused: name of the engine's module, with ``{layer}``.
         parts: names of the checkpoint's modules, in the order of their rows.
-        source: which engine does so, and where.
-        when: (spec, layer) → the engine fuses them there; None means everywhere.
+        source: the engine, and the place in its code.
+        when: (spec, layer) → whether the engine fuses them in this layer; None: in all layers.
     """
 
     fused: str
@@ -43,7 +43,7 @@ class FusedLoad:
         return self.when is None or self.when(spec, layer)
 
     def find(self, module: str) -> tuple[int, int] | None:
-        """(layer, place among the parts) of a module; None when it is none of the parts."""
+        """Return (layer, index among the parts) of a module; None if it is no part."""
         for place, part in enumerate(self.parts):
             found = _pattern(part).fullmatch(module)
             if found:
@@ -52,7 +52,7 @@ class FusedLoad:
 
 
 class LoadGroups:
-    """The groups of a model, by the names under which tensors are pushed.
+    """Groups of tensors that must share a load call, by their names in a push.
 
     Args:
         fused: of the model's family.
@@ -64,11 +64,11 @@ class LoadGroups:
         self._spec = spec
 
     def members(self, name: str) -> tuple[str, ...]:
-        """Return the names of all tensors that must come in the same load call as ``name``, itself
-        included.
+        """Return the names of all tensors that must be in the same load call as ``name``, including
+        ``name``.
 
         Returns:
-            ``()`` for a tensor that an engine loads by itself.
+            ``()`` for a tensor that an engine can load alone.
 
         Example:
             >>> LoadGroups(DEEPSEEK_V3.fused, spec).members(
@@ -98,15 +98,15 @@ class LoadGroups:
         return None
 
     def among(self, names: Iterable[str]) -> list[tuple[str, ...]]:
-        """List each group that some of the names belong to, once, in the order of the names."""
+        """List the groups of the given names, each once, in the order of the names."""
         return [group for group in dict.fromkeys(map(self.members, names)) if group]
 
 
 def fused_place(fused: Sequence[FusedLoad], module: str) -> tuple[str, int, int] | None:
-    """Locate a checkpoint module inside the engine's fused module.
+    """Locate a checkpoint module in the engine's fused module.
 
     Returns:
-        (name of the engine's module, place among its parts, number of parts); None for a module of
+        (name of the engine's module, index among its parts, number of parts); None for a module in
         no group.
     """
     for one in fused:

@@ -1,5 +1,5 @@
-"""Gemma 3 from 4B on (``Gemma3ForConditionalGeneration``): models that also see images, around the
-decoder of Gemma 3's text models. The text part alone is trained."""
+"""Gemma 3 from 4B on (``Gemma3ForConditionalGeneration``): vision models with the decoder of Gemma
+3's text models. Only the text part is trained."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Gemma 3's text models (``Gemma3ForCausalLM``: 270M and 1B): norms before and behind attention and
+"""Gemma 3's text models (``Gemma3ForCausalLM``: 270M and 1B): norms before and after attention and
 MLP that multiply by 1 + weight, GELU, embeddings times the square root of their width, five layers
-with a window for each that sees everything, and a rotary base for each of the two kinds."""
+with a window per layer of full attention, and a rotary base for each of the two kinds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slime.models.decoder import (
 from slime.models.spec import ModelSpec, refuse
 from slime.models.table import COMPUTED_BUFFERS, POST_NORM_RULES, ModelFamily
 
-#: transformers' Gemma3TextConfig, where config.json is silent.
+#: Defaults of transformers' Gemma3TextConfig for fields that config.json lacks.
 _DEFAULTS = {
     "vocab_size": 262208,
     "hidden_size": 2304,
@@ -38,10 +38,10 @@ def gemma3_spec(config: dict[str, Any], family: str) -> ModelSpec:
     """Read the decoder of a Gemma 3.
 
     Raises:
-        UserError: as `decoder_spec`; tokens see those behind them.
+        UserError: as `decoder_spec`, or attention is bidirectional.
     """
     config, local = rotary_by_kind({**_DEFAULTS, **config}, 1e6, 1e4)
-    refuse(config, "use_bidirectional_attention", "tokens see those behind them")
+    refuse(config, "use_bidirectional_attention", "tokens attend to later tokens")
     nth = int(config.get("sliding_window_pattern") or 6)
     kinds = layer_kinds(config, every_nth_full(config, nth))
     bias = bool(config.get("attention_bias"))

@@ -1,5 +1,5 @@
-"""GLM-4 before 0414 (``GlmForCausalLM``: glm-4-9b-chat-hf): as GLM-4, without the norms behind
-attention and MLP."""
+"""GLM-4 before 0414 (``GlmForCausalLM``: glm-4-9b-chat-hf): as GLM-4, without norms after attention
+and MLP."""
 
 from __future__ import annotations
 

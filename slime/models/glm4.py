@@ -1,5 +1,5 @@
-"""GLM-4 (``Glm4ForCausalLM``: GLM-4-9B/32B-0414, GLM-Z1): norms before and behind attention and
-MLP, half of each head rotated in neighbouring pairs, gate and up projection stored in one tensor.
+"""GLM-4 (``Glm4ForCausalLM``: GLM-4-9B/32B-0414, GLM-Z1): norms before and after attention and MLP,
+half of each head rotated in neighbouring pairs, gate and up projection stored in one tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from slime.models.rules import HF_LAYER, MEGATRON_LAYER, Rule
 from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, OUTER_RULES, STACKED_MLP_RULES, ModelFamily
 
-#: transformers' Glm4Config and GlmConfig, where config.json is silent.
+#: Defaults of transformers' Glm4Config and GlmConfig for fields that config.json lacks.
 _DEFAULTS = {
     "attention_bias": True,
     "head_dim": 128,
@@ -33,7 +33,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def glm_spec(config: dict[str, Any], family: str, **extra: Any) -> ModelSpec:
-    """The spec of a dense GLM; ``extra`` as of `decoder_spec`."""
+    """Make the spec of a dense GLM; ``extra`` as of `decoder_spec`."""
     config = {**_DEFAULTS, **config}
     return decoder_spec(
         config,

@@ -1,6 +1,6 @@
 """GLM-4.5 and 4.5-Air (``Glm4MoeForCausalLM``): dense layers first, then shared and routed experts;
-half of each head rotated, first against second half of that half; biases and norms on queries and
-keys in the large one.
+half of each head rotated, its first against its second quarter; GLM-4.5 has biases and norms on
+queries and keys.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from slime.models.decoder import decoder_spec, moe_layer_freq, mtp_layers, sigmo
 from slime.models.spec import ModelSpec, require
 from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, MOE_RULES, MTP_LAYERS, ModelFamily
 
-#: transformers' Glm4MoeConfig, where config.json is silent.
+#: Defaults of transformers' Glm4MoeConfig for fields that config.json lacks.
 _DEFAULTS = {
     "attention_bias": False,
     "use_qk_norm": False,

@@ -11,7 +11,7 @@ from slime.models.deepseek_v3 import DEEPSEEK_V3, latent_spec
 from slime.models.spec import ModelSpec, require
 from slime.models.table import ModelFamily
 
-#: transformers' Glm4MoeLiteConfig, where config.json is silent.
+#: Defaults of transformers' Glm4MoeLiteConfig for fields that config.json lacks.
 _DEFAULTS = {
     "first_k_dense_replace": 1,
     "n_group": 1,

@@ -1,5 +1,5 @@
 """gpt-oss (``GptOssForCausalLM``): attention with sinks, and a window in every second layer;
-experts in all layers, whose gated units are clamped; biases on every matrix of a layer."""
+experts with clamped gated units in all layers; biases on every matrix of a layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slime.models.rules import HF_MLP, MLP, Rule, Size
 from slime.models.spec import ModelSpec, require
 from slime.models.table import COMPUTED_BUFFERS, MLP_NORM, OUTER_RULES, ModelFamily
 
-#: transformers' GptOssConfig, where config.json is silent.
+#: Defaults of transformers' GptOssConfig for fields that config.json lacks.
 _DEFAULTS = {
     "vocab_size": 201088,
     "hidden_size": 2880,

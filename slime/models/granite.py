@@ -1,5 +1,5 @@
-"""Granite 3 (``GraniteForCausalLM``): Llama with factors on embeddings, scores, what a layer adds,
-and logits."""
+"""Granite 3 (``GraniteForCausalLM``): Llama with factors on embeddings, attention scores, residual
+branches and logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MULTIPLIERS = (
 
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
-    # where config.json is silent, transformers' GraniteConfig has ones
+    # the defaults of transformers' GraniteConfig are 1
     embedding, scores, residual, logits = (
         1.0 if config.get(name) is None else float(config[name]) for name in _MULTIPLIERS
     )

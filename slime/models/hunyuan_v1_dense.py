@@ -1,5 +1,5 @@
-"""Hunyuan dense, 0.5B to 7B (``HunYuanDenseV1ForCausalLM``): norms on queries and keys behind their
-rotation, whose base ``alpha`` may stretch."""
+"""Hunyuan dense, 0.5B to 7B (``HunYuanDenseV1ForCausalLM``): norms on queries and keys after their
+rotation, whose base may be scaled by ``alpha``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from slime.models.rules import Rule
 from slime.models.spec import ModelSpec, require, rotary_settings
 from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
 
-#: transformers' HunYuanDenseV1Config, where config.json is silent.
+#: Defaults of transformers' HunYuanDenseV1Config for fields that config.json lacks.
 _DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
 _RENAMED = {".q_norm.": ".query_layernorm.", ".k_norm.": ".key_layernorm."}
 
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
-    config = _with_stretched_base({**_DEFAULTS, **config})
+    config = _with_scaled_base({**_DEFAULTS, **config})
     bias = bool(config.get("attention_bias"))
     return decoder_spec(
         config,
@@ -29,9 +29,9 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     )
 
 
-def _with_stretched_base(config: dict[str, Any]) -> dict[str, Any]:
-    """Write rotary scaling of type "dynamic" with ``alpha`` as what it is here: base ·
-    alpha^(dim / (dim - 2)) at every length. Other fields of it have no effect.
+def _with_scaled_base(config: dict[str, Any]) -> dict[str, Any]:
+    """Replace rotary scaling of type "dynamic" with ``alpha`` by its effect in this family: the
+    base · alpha^(dim / (dim - 2)) at every length. Its other fields have no effect.
 
     Source: transformers' HunYuanDenseV1RotaryEmbedding.
     """
@@ -58,7 +58,7 @@ def _with_stretched_base(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _alpha(settings: dict[str, Any]) -> float | None:
-    """Return the stretch of the base; None for another kind of scaling."""
+    """Return ``alpha``; None for another type of scaling."""
     kind = settings.get("rope_type") or settings.get("type")
     return float(settings["alpha"]) if kind == "dynamic" and settings.get("alpha") else None
 

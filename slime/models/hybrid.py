@@ -1,4 +1,4 @@
-"""What Qwen3-Next and Qwen3.5 share: decoders of gated delta nets and gated attention."""
+"""Common parts of Qwen3-Next and Qwen3.5: decoders of gated delta nets and gated attention."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _DELTA_DEFAULTS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
-#: Layers for multi-token prediction: counted, not trained.
+#: Tensors of multi-token-prediction layers, which are not trained.
 MTP = (r"mtp\..*",)
-#: The tower that sees images: counted, not trained.
+#: Tensors of the vision tower, which is not trained.
 VISION = (r"model\.visual\..*",)
 
 
@@ -27,8 +27,8 @@ def hybrid_spec(config: dict[str, Any], family: str, **extra: Any) -> ModelSpec:
     """Describe a decoder of gated delta nets and gated attention; arguments as of `decoder_spec`.
 
     Raises:
-        UserError: as `decoder_spec`; heads of values that those of keys do not divide; kinds of
-            layers that contradict each other.
+        UserError: as `decoder_spec`; or the number of value heads is not a multiple of the number
+            of key heads, or fields on the kinds of layers contradict each other.
     """
     refuse(config, "attention_bias", "gated attention has no biases here")
     delta: dict[str, Any] = {
@@ -36,7 +36,7 @@ def hybrid_spec(config: dict[str, Any], family: str, **extra: Any) -> ModelSpec:
     }
     if delta["linear_num_value_heads"] % delta["linear_num_key_heads"]:
         raise UserError(
-            "the model's heads of values do not belong to whole heads of keys",
+            "the model's value heads are not a multiple of its key heads",
             why=f"linear_num_value_heads is {delta['linear_num_value_heads']}, "
             f"linear_num_key_heads {delta['linear_num_key_heads']}",
             fix="use the config.json that belongs to the weights",
@@ -55,14 +55,14 @@ def hybrid_spec(config: dict[str, Any], family: str, **extra: Any) -> ModelSpec:
 
 
 def _delta_nets(config: dict[str, Any]) -> list[int]:
-    """Return a 1 for each layer that is a gated delta net, else 0.
+    """Return 1 for each layer that is a gated delta net, else 0.
 
-    ``layer_types`` says so layer by layer, ``full_attention_interval`` every how many layers there
-    is attention. transformers reads the first, SGLang the second alone.
+    ``layer_types`` lists the kinds, ``full_attention_interval`` is the interval of attention
+    layers. transformers reads only the first, SGLang only the second.
 
     Raises:
-        UserError: an unknown kind, another number of layers than the model has, or the two fields
-            mean different models.
+        UserError: a kind is unknown, the number of kinds is not the number of layers, or the two
+            fields contradict each other.
     """
     layers = int(require(config, "num_hidden_layers"))
     interval = config.get("full_attention_interval")
@@ -81,14 +81,14 @@ def _delta_nets(config: dict[str, Any]) -> list[int]:
             "the model config contradicts itself on the kinds of its layers",
             why=f"full_attention_interval is {interval}, layer_types is {kinds}: transformers "
             "reads the list, SGLang the interval",
-            fix="correct config.json; without full_attention_interval the list alone counts",
+            fix="correct config.json; without full_attention_interval only the list counts",
         )
     return [int(kind == LINEAR) for kind in kinds]
 
 
 def write_interval(config: dict[str, Any]) -> None:
-    """Add ``full_attention_interval`` to a config that a model is exported with, where the kinds of
-    its layers are regular. transformers leaves it out, and SGLang reads nothing else."""
+    """Add ``full_attention_interval`` to the config of an exported model with regular kinds of
+    layers. transformers leaves the field out, but SGLang reads only this field."""
     described = config.get("text_config", config)
     kinds = described.get("layer_types") or []
     if LINEAR not in kinds or described.get("full_attention_interval") is not None:
@@ -99,10 +99,10 @@ def write_interval(config: dict[str, Any]) -> None:
 
 
 def gates(config: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `decoder_spec` for the two gates that config.json names.
+    """Arguments of `decoder_spec` for the gates of attention and delta nets.
 
     Raises:
-        UserError: attention without a gate, or a gate of the delta nets' output other than silu.
+        UserError: attention has no gate, or the delta nets' output gate is not silu.
     """
     ungated = config.get("attn_output_gate", True) is not True
     activation = config.get("output_gate_type") or "swish"

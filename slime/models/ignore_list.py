@@ -1,11 +1,11 @@
-"""Check an ignore list: the rules that say which layers of a model are not quantised.
+"""Check an ignore list: rules that name the layers of a model that are not quantised.
 
-A rule is what compressed-tensors takes: the name of a module, or ``re:`` and an expression that
-matches its beginning. Engines match modules, not weights: for a Linear layer a rule counts only if
-it names the module itself. For other modules a rule may name the weight
-(``model.embed_tokens.weight``), since only quantisers read it: an online quantiser takes every
-two-dimensional weight that no rule names, also that of a router. Engines drop a quantised router,
-which they do not expect, and compute with zeros.
+Rules have the format of compressed-tensors: the name of a module, or ``re:`` and an expression that
+matches the beginning of a name. Engines match modules, not weights, so for a Linear layer a rule
+must match the module. For other modules a rule may match the weight
+(``model.embed_tokens.weight``), as only quantisers read it: an online quantiser quantises every
+two-dimensional weight that no rule matches, even of a router. Engines do not expect a quantised
+router, drop it, and compute with zeros.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from slime.models.quantised import FOR_FP8, Quantisation
 from slime.models.spec import ModelSpec
 from slime.models.table import ModelFamily, shapes_of
 
-#: For models of experts, whose routed experts alone are worth quantising; without experts,
-#: attention and MLP are.
+#: Rules for models with experts, of which only the routed experts are quantised.
 FOR_EXPERTS = (
     "lm_head",
     "model.embed_tokens.weight",
@@ -35,8 +34,8 @@ FOR_EXPERTS = (
     r"re:.*mlp\.gate\..*",
     r"re:.*block_sparse_moe\.gate\..*",  # Mixtral's router
 )
-#: Layers that engines compute with one kernel, so that all of them are quantised or none: module →
-#: (the kernel's name, its place in the kernel).
+#: Layers that engines fuse, so either all or none of a fused layer must be quantised: module →
+#: (name of the fused layer, index in it).
 FUSED = {
     "q_proj": ("qkv_proj", 0),
     "k_proj": ("qkv_proj", 1),
@@ -44,7 +43,7 @@ FUSED = {
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
 }
-#: Linear layers that only the layers for multi-token prediction have.
+#: Linear layers that exist only in multi-token-prediction layers.
 _MTP_LINEAR = ("eh_proj", "shared_head.head")
 
 
@@ -53,11 +52,10 @@ class WeightMatrix:
     """A two-dimensional weight.
 
     Attributes:
-        module: its name without ``.weight``.
-        is_linear: its module is a Linear layer.
-        kernel: the fused layer that engines compute it in; the module itself if there is none.
-        is_tied: it is the output layer of a model whose embedding takes its place, and has no
-            weight of its own.
+        module: name of the weight without ``.weight``.
+        is_linear: the module is a Linear layer.
+        kernel: the engines' fused layer that contains it; the module itself if there is none.
+        is_tied: it is an output layer that shares the embedding's weight.
     """
 
     module: str
@@ -77,8 +75,8 @@ def matrices(
     """Return all two-dimensional weights of a model.
 
     Args:
-        surplus: names and shapes of the tensors that a checkpoint has beside the model's own:
-            layers for multi-token prediction, which engines can compute.
+        surplus: names and shapes of further tensors of a checkpoint: multi-token-prediction
+            layers, which engines support.
     """
     tied: dict[str, tuple[int, ...]] = {}
     for rule in family.rules if spec.tie_embeddings else ():
@@ -97,7 +95,7 @@ def matrices(
         if kind not in kinds:
             kinds[kind] = _is_linear(family, kind)
         module = name.removesuffix(".weight")
-        if module not in tied:  # some checkpoints have it all the same
+        if module not in tied:  # some checkpoints contain the tied weight nevertheless
             kernel = groups.fused_module(module) or _kernel(module)
             found.append(WeightMatrix(module, (shape[0], shape[1]), kinds[kind], kernel))
     layers = [
@@ -130,13 +128,13 @@ def _matcher(rule: str) -> Callable[[str], object]:
         raise UserError(
             f"the rule {rule!r} of an ignore list is no regular expression",
             why=str(error),
-            fix="correct it",
+            fix="correct the rule in the ignore list",
         ) from error
 
 
 def names(rule: str, name: str) -> bool:
-    """Tell whether a rule names a module, as compressed-tensors and the engines decide it: by the
-    module's whole name, or by ``re:`` and an expression.
+    """Tell whether a rule matches a module, as in compressed-tensors and the engines: by the whole
+    name, or by ``re:`` and an expression.
 
     Raises:
         UserError: the expression cannot be read.
@@ -151,18 +149,17 @@ def names(rule: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Findings:
-    """Effect of a list of rules on a model, and what is wrong with it.
+    """Effect of an ignore list on a model, and its problems.
 
     Attributes:
-        quantised: Linear layers that no rule names.
-        ignored: Linear layers that one names.
-        unspared: 2-D weights of no Linear layer that no rule names.
-        idle: rules that name no matrix.
-        by_weight: Linear layers of which a rule names the weight and none the module.
-        torn: kernels of engines of which a part is quantised and another is not.
-        misfits: Linear layers that no rule names and that cannot be stored in the format, with the
-            reason.
-        tied: output layers that no rule names and of which only the embedding is stored.
+        quantised: Linear layers that no rule matches.
+        ignored: Linear layers that a rule matches.
+        unspared: 2-D weights outside Linear layers that no rule matches.
+        idle: rules that match no matrix.
+        by_weight: Linear layers of which a rule matches the weight, but none the module.
+        torn: fused layers of engines that would be quantised only in part.
+        misfits: Linear layers that no rule matches but the format cannot store, with the reason.
+        tied: output layers that share the embedding's weight and that no rule matches.
     """
 
     quantised: tuple[WeightMatrix, ...]
@@ -175,8 +172,8 @@ class Findings:
     tied: tuple[str, ...] = ()
 
     def problems(self) -> list[str]:
-        """Explain why the model should not be quantised so; an empty list means no objection. Idle
-        rules do no harm."""
+        """Explain why the model must not be quantised with this list; [] if it may. Idle rules are
+        harmless."""
         kinds = (
             (
                 self.unspared,
@@ -212,32 +209,32 @@ def examine(weights: Sequence[WeightMatrix], quantisation: Quantisation) -> Find
     for matrix in weights:
         module = matrix.module
         weight = matrix.weight
-        of_module = any(matches(module) for matches in rules)
-        of_weight = not of_module and any(matches(weight) for matches in rules)
-        if of_module or of_weight:
+        matches_module = any(matches(module) for matches in rules)
+        matches_weight = not matches_module and any(matches(weight) for matches in rules)
+        if matches_module or matches_weight:
             idle = {
                 rule: matches
                 for rule, matches in idle.items()
                 if not (matches(module) or matches(weight))
             }
         if not matrix.is_linear:
-            # the list of fp8 is of Linear layers alone: no quantiser reads it
-            if not of_module and not of_weight and quantisation.method != "fp8":
+            # the list of fp8 concerns only Linear layers: no quantiser reads it
+            if not matches_module and not matches_weight and quantisation.method != "fp8":
                 unspared.append(matrix.weight)
             continue
         if matrix.is_tied:
-            # the library quantises every Linear module that no rule names; engines of fp8 take the
-            # embedding by itself
-            if not of_module and quantisation.method != "fp8":
+            # compressed-tensors quantises every Linear module that no rule matches; with fp8,
+            # engines use the embedding
+            if not matches_module and quantisation.method != "fp8":
                 tied.append(matrix.module)
             continue
-        kernels[matrix.kernel].add(of_module)
-        if of_module:
+        kernels[matrix.kernel].add(matches_module)
+        if matches_module:
             ignored.append(matrix)
             continue
         quantised.append(matrix)
         misfit = quantisation.scheme.misfit(matrix.shape)
-        if of_weight:
+        if matches_weight:
             by_weight.append(matrix.weight)
         elif misfit:
             misfits.append(f"{matrix.module} ({misfit})")
@@ -249,18 +246,18 @@ def examine(weights: Sequence[WeightMatrix], quantisation: Quantisation) -> Find
             rule for rule, matches in idle.items() if not any(matches(kernel) for kernel in kernels)
         ),
         tuple(by_weight),
-        tuple(kernel for kernel, there in kernels.items() if len(there) == 2),
+        tuple(kernel for kernel, states in kernels.items() if len(states) == 2),
         tuple(misfits),
         tuple(tied),
     )
 
 
 def idle_among(found: Findings, tensors: Iterable[str]) -> tuple[str, ...]:
-    """Return the idle rules that name no other module of a model either. Published lists also name
+    """Return the idle rules that match no other module of a model either. Published lists also name
     norms, which have no matrix.
 
     Args:
-        tensors: names of all that the model has.
+        tensors: names of all tensors of the model.
     """
     known = (
         {name for tensor in tensors for name in (tensor, tensor.rpartition(".")[0])}
@@ -271,44 +268,45 @@ def idle_among(found: Findings, tensors: Iterable[str]) -> tuple[str, ...]:
 
 
 def refuse_stacks(family: ModelFamily, method: str) -> None:
-    """Refuse INT4 and FP8 where all experts of a layer are one tensor.
+    """Refuse INT4 and FP8 for families that store all experts of a layer in one tensor.
 
     Raises:
-        UserError: the family is one of these.
+        UserError: the family stacks its experts.
     """
     if family.stacks_experts:
         raise UserError(
             f"models of the family {family.name} are not quantised by {method}",
-            why="their experts are stacks, of which no engine holds a form in INT4 or FP8",
-            fix="take the model with plain weights; slime convert hf-to-mxfp4 stores stacks in "
-            "4-bit floats",
+            why="their experts are stacked in one tensor, which engines do not support in INT4 or "
+            "FP8",
+            fix="use the model with unquantised weights; slime convert hf-to-mxfp4 stores stacked "
+            "experts in 4-bit floats",
         )
 
 
 def refuse_untried(family: ModelFamily, method: str) -> None:
-    """Refuse INT4 and FP8 for families whose quantised layers in engines were never tried.
+    """Refuse INT4 and FP8 for families whose quantised layers were not tested with engines.
 
     Raises:
-        UserError: the family has gated delta nets, or a tower that sees images.
+        UserError: the family has gated delta nets or a vision tower.
     """
     untried = ""
     if any("linear_attn." in name for rule in family.rules for name in rule.hf_names):
         untried = "which projections of gated delta nets"
     elif any("vision" in pattern or "visual" in pattern for pattern in family.carried):
-        untried = "which layers of towers that see images"
+        untried = "which layers of vision towers"
     if untried:
         raise UserError(
             f"models of the family {family.name} are not quantised by {method}",
-            why=f"{untried} engines hold quantised was not tried",
-            fix="take the model with plain weights",
+            why=f"{untried} engines hold quantised was not tested",
+            fix="use the model with unquantised weights",
         )
 
 
 def check(family: ModelFamily, spec: ModelSpec, quantisation: Quantisation) -> Findings:
-    """Examine the ignore list in the config.json of a quantised model.
+    """Check the ignore list in the config.json of a quantised model.
 
     Raises:
-        UserError: engines would compute other numbers with it; names the modules.
+        UserError: engines would compute wrong numbers with the list; names the modules.
     """
     refuse_stacks(family, quantisation.method)
     refuse_untried(family, quantisation.method)
@@ -317,14 +315,13 @@ def check(family: ModelFamily, spec: ModelSpec, quantisation: Quantisation) -> F
         raise UserError(
             "the ignore list of the model's quantization_config does not fit its modules",
             why="\n  ".join(found.problems()),
-            fix="correct it in config.json, or quantise the model again with slime convert, whose "
-            "list fits",
+            fix="correct the list in config.json, or quantise the model again with slime convert",
         )
     return replace(found, idle=idle_among(found, (name for name, _ in family.hf_tensors(spec))))
 
 
 def recommended(weights: Sequence[WeightMatrix], *, fp8: bool = False) -> tuple[str, ...]:
-    """Return the rules advised for a model, without those that name nothing in it."""
+    """Return the recommended rules for a model, without rules that match nothing in it."""
     has_experts = any(matrix.kernel.endswith(".experts") for matrix in weights)
     rules = (
         FOR_FP8 if fp8 else FOR_EXPERTS if has_experts else (*FOR_FP8, "model.embed_tokens.weight")

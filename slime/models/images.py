@@ -1,5 +1,5 @@
-"""Read images as a model's own image processor prepares them. Imports torch; Pillow and
-transformers are imported when an image is read."""
+"""Read images with a model's own image processor. Imports torch; Pillow and transformers are
+imported when a reader is made."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from torch import Tensor
 from slime.errors import UserError
 from slime.models.vision import ImageError
 
-#: Bytes of prepared images that a reader keeps, for those that are read again and again; and how
-#: many images it knows the sizes of.
+#: Limits of a reader's caches: bytes of prepared images, and number of images with known grids.
 _KEPT_BYTES = 1 << 28
-_KEPT_SIZES = 1 << 16
-#: Images of more pixels are refused before they are decoded: a small file may hold a huge one.
-_MOST_PIXELS = 1 << 28
-#: The tag of EXIF data that says how a picture is turned.
+_KEPT_GRIDS = 1 << 16
+#: Images with more pixels are refused before decoding, as a small file may contain a huge image.
+_MAX_PIXELS = 1 << 28
+#: EXIF tag of an image's orientation.
 _ORIENTATION = 0x0112
 
 
 class PreparedImage(NamedTuple):
-    """An image as the tower takes it.
+    """An image as the input of a vision tower.
 
     Attributes:
-        pixels: float32 [patches, numbers per patch].
+        pixels: float32 [patches, values per patch].
         grid: frames, rows and columns of patches.
     """
 
@@ -46,11 +45,11 @@ class ImageReader:
     Args:
         model_path: Hugging Face directory with preprocessor_config.json.
         max_pixels: larger images are scaled down to this many; None: the model's own limit.
-        kept_bytes: of prepared images, for those that are read again.
+        kept_bytes: limit of the cache of prepared images.
     Attributes:
         processor: transformers' image processor.
     Raises:
-        UserError: the directory describes no image processor, or Pillow is missing.
+        UserError: the directory has no image processor, or Pillow is missing.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class ImageReader:
         try:
             import PIL.Image  # noqa: F401
 
-            # of its module: the package offers it with torchvision alone in older versions
+            # from its module: older versions of the package export it only with torchvision
             from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
             self.processor: Any = AutoImageProcessor.from_pretrained(str(model_path))
@@ -78,10 +77,10 @@ class ImageReader:
             size["longest_edge"] = min(max_pixels, size["longest_edge"])
             size["shortest_edge"] = min(size["shortest_edge"], size["longest_edge"])
             self.processor.size = size
-        self._most_bytes = kept_bytes
-        self._forget()
+        self._max_bytes = kept_bytes
+        self._clear()
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self._kept: OrderedDict[bytes, PreparedImage] = OrderedDict()
         self._bytes = 0
         self._grids: dict[bytes, tuple[int, int, int]] = {}
@@ -89,24 +88,24 @@ class ImageReader:
         self._lock = threading.Lock()
 
     def with_settings(self, **settings: Any) -> ImageReader:
-        """Return a reader whose image processor has other values of these attributes."""
+        """Return a reader whose image processor has these attributes changed."""
         other = copy.copy(self)
         other.processor = copy.copy(self.processor)
         for name, value in settings.items():
             setattr(other.processor, name, value)
-        other._forget()
+        other._clear()
         return other
 
     @property
     def merge_size(self) -> int:
-        """Patches that a token stands for, in each direction."""
+        """Patches per token in each direction."""
         return int(self.processor.merge_size)
 
     def read(self, data: bytes) -> PreparedImage:
-        """Decode and prepare an encoded image (PNG, JPEG, …). Any thread may call it.
+        """Decode and prepare an encoded image (PNG, JPEG, …). Thread-safe.
 
         Raises:
-            ImageError: it cannot be decoded, or it is too large or too narrow.
+            ImageError: the image cannot be decoded, or is too large or too narrow.
         """
         key = hashlib.sha256(data).digest()
         with self._lock:
@@ -118,15 +117,15 @@ class ImageReader:
             self._seconds += time.perf_counter() - started
             self._kept[key] = prepared
             self._bytes += prepared.pixels.nbytes
-            while self._bytes > self._most_bytes and len(self._kept) > 1:
+            while self._bytes > self._max_bytes and len(self._kept) > 1:
                 self._bytes -= self._kept.popitem(last=False)[1].pixels.nbytes
-            if len(self._grids) >= _KEPT_SIZES:
+            if len(self._grids) >= _KEPT_GRIDS:
                 self._grids.clear()
             self._grids[key] = prepared.grid
             return prepared
 
     def grid(self, data: bytes) -> tuple[int, int, int]:
-        """Return the grid of an image, which is remembered for longer than the image itself.
+        """Return the grid of an image, which is cached for longer than the image.
 
         Raises:
             ImageError: as `read`.
@@ -135,7 +134,7 @@ class ImageReader:
         return self.read(data).grid if known is None else known
 
     def take_seconds(self) -> float:
-        """Return the seconds in which images were decoded and prepared since the last call."""
+        """Return the seconds spent on decoding and preparing images since the last call."""
         with self._lock:
             found = self._seconds
             self._seconds = 0.0
@@ -153,10 +152,10 @@ class ImageReader:
 
 
 def decoded(data: bytes) -> Any:
-    """Decode an image to a Pillow image in RGB, upright as its EXIF data says.
+    """Decode an image to a Pillow image in RGB, turned as its EXIF data says.
 
     Raises:
-        ImageError: it is empty, no image, damaged or cut short, or has too many pixels.
+        ImageError: ``data`` is empty, no image, damaged or truncated, or has too many pixels.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -165,10 +164,10 @@ def decoded(data: bytes) -> Any:
     try:
         with Image.open(io.BytesIO(data)) as image:
             width, height = image.size
-            if width * height > _MOST_PIXELS:
-                raise ImageError(f"it has {width} x {height} pixels, more than {_MOST_PIXELS:,}")
+            if width * height > _MAX_PIXELS:
+                raise ImageError(f"it has {width} x {height} pixels, more than {_MAX_PIXELS:,}")
             frames = getattr(image, "n_frames", 1)
-            if frames > 1 and image.format != "MPO":  # a photo and its preview
+            if frames > 1 and image.format != "MPO":  # MPO holds a photo and its preview
                 raise ImageError(f"it has {frames} frames; videos are not supported")
             image.load()
             return ImageOps.exif_transpose(image).convert("RGB")
@@ -178,15 +177,16 @@ def decoded(data: bytes) -> Any:
         raise ImageError("it is not in a format that Pillow knows") from error
     except Image.DecompressionBombError as error:
         raise ImageError("it has too many pixels") from error
-    except Exception as error:  # each format of Pillow has errors of its own
+    except Exception as error:  # each of Pillow's formats raises other exceptions
         raise ImageError(f"it cannot be decoded: {error}") from error
 
 
 def upright(data: bytes) -> bytes:
-    """Return an image that looks the same to readers that know nothing of EXIF data.
+    """Return the image encoded so that readers without EXIF support see it in the right
+    orientation.
 
     Args:
-        data: an image that `decoded` takes.
+        data: an image that `decoded` accepts.
     """
     from PIL import Image
 

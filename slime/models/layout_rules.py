@@ -1,6 +1,6 @@
 """Check that the trainer's parallel sizes divide the model.
 
-Only arithmetic on a `ModelSpec`, so that a launch can check it before anything heavy starts.
+The checks need only a `ModelSpec`, so a launch runs them before it starts processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slime.placement import critic_placed
 
 
 def layout_of(config: Config, spec: ModelSpec) -> Layout:
-    """The layout that the flags ask for; they fit the model (`check_layout`)."""
+    """Return the layout of the flags, which must fit the model (`check_layout`)."""
     megatron = config.megatron
     cluster = config.cluster
     tensor = megatron.tensor_model_parallel_size
@@ -34,8 +34,7 @@ def layout_of(config: Config, spec: ModelSpec) -> Layout:
 
 
 def virtual_stages(spec: ModelSpec, config: Config) -> int | None:
-    """Model chunks per pipeline rank, None without interleaving (one chunk is none to Megatron,
-    too).
+    """Return model chunks per pipeline rank; None without interleaving, that is with one chunk.
 
     Raises:
         UserError: ``--num-layers-per-virtual-pipeline-stage`` does not divide a rank's layers.
@@ -60,7 +59,7 @@ def check_layout(spec: ModelSpec, config: Config) -> None:
     """Refuse layouts that do not divide the model.
 
     Raises:
-        UserError: names the flag, its value and the number that it does not divide.
+        UserError: names a flag, its value and the number that is not divisible by the value.
     """
     megatron = config.megatron
     tensor = megatron.tensor_model_parallel_size
@@ -92,22 +91,21 @@ def check_layout(spec: ModelSpec, config: Config) -> None:
     if groups % tensor and tensor % groups:
         raise UserError(
             f"--tensor-model-parallel-size {tensor} does not fit this model",
-            why=f"it has {groups} heads of keys and values, of which each rank needs some, or "
-            "some ranks one",
+            why=f"it has {groups} key-value heads: each rank needs the same number of them, or "
+            "each of them the same number of ranks",
             fix=f"use a divisor or a multiple of {groups} that divides {spec.num_heads}, the "
-            "number of heads",
+            "number of attention heads",
         )
     if spec.wide_qk_norms and groups % tensor:
         raise UserError(
             f"--tensor-model-parallel-size {tensor} does not fit this model",
-            why=f"the norm of keys is over all of its {groups} heads, which each rank needs whole "
-            "ones of",
+            why=f"the norm of keys spans its {groups} heads, and each rank needs whole heads",
             fix=f"use a divisor of {groups}",
         )
     if megatron.sequence_parallel and tensor == 1:
         raise UserError(
             "--sequence-parallel needs --tensor-model-parallel-size above 1",
-            fix="drop it, or raise the size",
+            fix="leave --sequence-parallel out, or raise the size",
         )
     _check_levels(spec, config)
     check_heads(spec.num_heads, tensor, megatron.context_parallel_size)
@@ -116,7 +114,7 @@ def check_layout(spec: ModelSpec, config: Config) -> None:
             _check_key_heads(spec.delta_net.key_heads, tensor, megatron.context_parallel_size)
 
 
-#: The flags of sizes that a critic has of its own.
+#: Flags of sizes that a critic may have of its own.
 _SIZES = re.compile(
     r"--(?=(tensor-model|pipeline-model|context|expert-model|expert-tensor)-parallel-size"
     r"|sequence-parallel)"
@@ -124,7 +122,7 @@ _SIZES = re.compile(
 
 
 def critic_flags(text: str) -> str:
-    """Return a text about flags of the policy's layout with the critic's in their place.
+    """Replace flags of the policy's layout in a text by the critic's.
 
     Example:
         >>> critic_flags("--tensor-model-parallel-size 2 --max-tokens-per-gpu 8")
@@ -134,10 +132,10 @@ def critic_flags(text: str) -> str:
 
 
 def check_critic_layout(spec: ModelSpec, config: Config) -> None:
-    """Refuse a layout of a critic on GPUs of its own that does not divide the model.
+    """Refuse a layout of a critic on its own GPUs that does not divide the model.
 
     Args:
-        spec: of the checkpoint, vocabulary not padded.
+        spec: of the checkpoint, with unpadded vocabulary.
     Raises:
         UserError: as `check_layout`; names the critic's flag.
     """
@@ -152,7 +150,7 @@ def check_critic_layout(spec: ModelSpec, config: Config) -> None:
 def _check_levels(spec: ModelSpec, config: Config) -> None:
     """
     Raises:
-        UserError: features of images are added behind layers of the second stage.
+        UserError: features of images would be added after layers of the second stage.
     """
     levels = 0 if spec.vision is None else spec.vision.num_levels
     if levels and config.megatron.pipeline_model_parallel_size > 1:
@@ -160,19 +158,20 @@ def _check_levels(spec: ModelSpec, config: Config) -> None:
         if first < levels:
             raise UserError(
                 f"--pipeline-model-parallel-size {config.megatron.pipeline_model_parallel_size} "
-                "does not fit a model that sees images",
-                why=f"features of images are added behind its first {levels} layers, and the first "
-                f"stage has {first}",
+                "does not fit this vision model",
+                why=f"features of images are added after each of its first {levels} layers, but "
+                f"the first stage has only {first} layers",
                 fix="use fewer stages",
             )
 
 
 def _stage_rule(spec: ModelSpec, config: Config) -> tuple[int, int, str, str]:
-    """Count layers per pipeline stage as Megatron does: stages with a number of layers of their own
-    are left out, embedding and loss may count as layers, and a written layout divides nothing.
+    """Return (layers to divide, stages, description, flags) as Megatron divides layers: stages with
+    their own number of layers are left out, embedding and loss may count as layers, and an explicit
+    layout needs no division.
 
     Raises:
-        UserError: first and last stage are all there are, and leave layers over.
+        UserError: the only stages have their own numbers of layers, and layers are left.
     """
     given = config.megatron.transformer
     ranks = config.megatron.pipeline_model_parallel_size
@@ -190,12 +189,12 @@ def _stage_rule(spec: ModelSpec, config: Config) -> tuple[int, int, str, str]:
         if given.get(f"account_for_{part}_in_pipeline_split"):
             layers = layers + 1
             what = f"{what} and the {part}"
-    if ranks == 0 and layers:  # two stages, each with a number of its own
+    if ranks == 0 and layers:  # both stages have their own number of layers
         raise UserError(
             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers do not "
             "fit this model",
             why=f"together they have {spec.num_layers - layers} of its {spec.num_layers} layers, "
-            "and there is no other",
+            "and there is no other stage",
             fix="give one of them",
         )
     stages = max(ranks, 1) * (virtual_stages(spec, config) or 1)
@@ -203,7 +202,7 @@ def _stage_rule(spec: ModelSpec, config: Config) -> tuple[int, int, str, str]:
 
 
 def _dense_width(spec: ModelSpec) -> int:
-    """Intermediate features of the MLPs that are no experts; 0 where all are."""
+    """Intermediate features of dense MLPs; 0 if all layers have experts."""
     layers = spec.transformer.get("moe_layer_freq", 1)
     all_experts = bool(spec.num_experts) and (
         layers == 1 or (isinstance(layers, list) and all(layers))
@@ -212,10 +211,10 @@ def _dense_width(spec: ModelSpec) -> int:
 
 
 def _expert_rules(spec: ModelSpec, config: Config) -> list[tuple[int, int, str, str]]:
-    """(what is divided, by what, what it is, the flags that say so).
+    """Return (number to divide, divisor, description, flags) for each rule about experts.
 
     Raises:
-        UserError: expert parallelism or routing replay of a model without experts.
+        UserError: the flags ask for expert parallelism or routing replay without experts.
     """
     megatron = config.megatron
     experts = megatron.expert_model_parallel_size
@@ -229,7 +228,7 @@ def _expert_rules(spec: ModelSpec, config: Config) -> list[tuple[int, int, str, 
                 raise UserError(
                     f"{flag} {size}, but the model has no experts", fix="leave the flag out"
                 )
-        # the first implies the second
+        # the first flag implies the second
         for dest in ("use_rollout_routing_replay", "use_routing_replay"):
             if getattr(config.train, dest):
                 raise UserError(
@@ -260,25 +259,26 @@ def _check_key_heads(heads: int, tensor: int, context: int) -> None:
     if heads % (tensor * context):
         raise UserError(
             f"--context-parallel-size {context} does not fit this model",
-            why=f"gated delta nets run on whole sequences with the key heads divided: {heads} key "
-            f"heads are not divided by {tensor} tensor-parallel x {context} context-parallel ranks",
-            fix=f"let the product divide {heads}",
+            why="gated delta nets run on whole sequences, with key heads divided over ranks: "
+            f"{heads} key heads cannot be divided by {tensor} tensor-parallel x {context} "
+            "context-parallel ranks",
+            fix=f"let the product of both sizes divide {heads}",
         )
 
 
 def check_heads(heads: int, tensor_parallel: int, context_parallel: int) -> None:
-    """Every rank of the context group needs equally many of the heads that tensor parallelism left.
+    """Check that context parallelism can divide the heads of a tensor-parallel rank.
 
     Raises:
-        UserError: it cannot; names the divisors that would do.
+        UserError: the division leaves a remainder; names possible sizes.
     """
     local = heads // tensor_parallel
     if local % context_parallel:
         divisors = [d for d in range(1, local + 1) if local % d == 0]
         raise UserError(
             f"--context-parallel-size {context_parallel} does not fit this model",
-            why=f"attention runs on whole sequences with the heads divided: {heads} heads / "
-            f"{tensor_parallel} tensor-parallel ranks = {local} heads, which {context_parallel} "
-            "does not divide",
+            why=f"attention runs on whole sequences, with heads divided over ranks: {heads} heads "
+            f"/ {tensor_parallel} tensor-parallel ranks = {local} heads, not a multiple of "
+            f"{context_parallel}",
             fix=f"use a divisor of {local}: {', '.join(map(str, divisors))}",
         )

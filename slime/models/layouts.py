@@ -1,16 +1,15 @@
-"""Mappings between one Megatron parameter and its Hugging Face tensors, and how the parameter is
-cut over tensor-parallel ranks.
+"""Mappings between one Megatron parameter and its Hugging Face tensors, including the sharding of
+the parameter over tensor-parallel ranks.
 
-A `ParamMapping` works in both directions and per rank:
+A `ParamMapping` works in both directions:
 
     Hugging Face tensors ── load(sources, shard) ──► this rank's piece of the Megatron parameter
     all ranks' pieces    ── export(pieces) ───────► Hugging Face tensors
 
-``load`` indexes its sources lazily, so a rank reads only the bytes that it keeps. Sources may be
-torch tensors or anything with ``shape`` and slicing (`slime.checkpoints.hf_files.LazyTensor`).
+``load`` slices its sources, so a rank reads only the bytes that it keeps. Sources may be torch
+tensors or anything with ``shape`` and slicing (`slime.checkpoints.hf_files.LazyTensor`).
 
-Importing the tables imports no torch: the launch compares a directory with them before anything
-heavy starts.
+Importing the tables imports no torch, as the launch compares a directory with them early.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ class DeltaNetSizes(NamedTuple):
     """Heads of a gated delta net.
 
     Attributes:
-        key_heads: of queries and of keys.
-        per_key: heads of values for each of them.
-        key, value: widths of a head.
-        conv: tokens that the convolution sees.
+        key_heads: heads of queries, and of keys.
+        per_key: value heads per key head.
+        key, value: widths of a key head and of a value head.
+        conv: width of the convolution in tokens.
     """
 
     key_heads: int
@@ -46,19 +45,18 @@ class DeltaNetSizes(NamedTuple):
 
     @property
     def mixed(self) -> int:
-        """Queries, keys and values of all heads: the channels of the convolution."""
+        """Channels of the convolution: queries, keys and values of all heads."""
         return self.key_heads * sum(self.of_key_head[:3])
 
     @property
     def of_key_head(self) -> tuple[int, int, int, int, int, int]:
-        """Rows that belong to one key head: query, key, values, gates, writing strengths (b) and
-        decays (a)."""
+        """Rows per key head: query, key, values, gates, write strengths (b) and decays (a)."""
         values = self.per_key * self.value
         return self.key, self.key, values, values, self.per_key, self.per_key
 
 
 class ModelSizes(Protocol):
-    """Sizes of a model that mappings read (`slime.models.spec.ModelSpec` has them)."""
+    """Sizes of a model that mappings read, implemented by `slime.models.spec.ModelSpec`."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -80,7 +78,7 @@ class ModelSizes(Protocol):
 
 
 class TensorSource(Protocol):
-    """A tensor that need not be in memory yet."""
+    """A tensor that may not be in memory yet."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -90,7 +88,7 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class OneExpert:
-    """One expert's tensor in a stack [experts, …]; indexing reads the bytes of this expert only."""
+    """One expert's tensor in a stack [experts, …]; indexing reads only this expert's bytes."""
 
     stack: TensorSource
     number: int
@@ -129,7 +127,11 @@ class Shard:
     size: int = 1
 
     def bounds(self, length: int, what: str = "axis") -> tuple[int, int]:
-        """Half-open range of this piece. ValueError when ``size`` does not divide ``length``."""
+        """Return the half-open range of this piece.
+
+        Raises:
+            ValueError: ``size`` does not divide ``length``.
+        """
         if length % self.size:
             raise ValueError(
                 f"{what} of length {length} cannot be cut into {self.size} equal pieces"
@@ -163,16 +165,16 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Ranks over which the distributed optimizer spreads the states of dense parameters."""
+        """Ranks over which the distributed optimizer shards the states of dense parameters."""
         return self.data * self.context
 
     @property
     def expert_shards(self) -> int:
-        """Ranks over which the distributed optimizer spreads the states of experts."""
+        """Ranks over which the distributed optimizer shards the states of experts."""
         return max(1, self.world // (self.expert_tensor * self.expert * self.pipeline))
 
     def layers_of(self, stage: int, num_layers: int) -> list[int]:
-        """Global numbers of a pipeline rank's layers, chunk after chunk.
+        """Global indices of a pipeline rank's layers, chunk after chunk.
 
         Example (eight layers, two ranks with two chunks each):
             >>> Layout(world=2, pipeline=2, virtual=2).layers_of(1, 8)
@@ -184,25 +186,27 @@ class Layout:
 
 
 class ParamMapping(ABC):
-    """One kind of correspondence. It has no state; sizes that depend on the model come as an
-    argument.
+    """A stateless mapping between a Megatron parameter and Hugging Face tensors.
 
     Attributes:
-        tp_axis: axis along which tensor parallelism cuts the Megatron parameter; None when every
-            rank has it whole.
+        tp_axis: axis along which tensor parallelism shards the Megatron parameter; None if every
+            rank has the whole parameter.
     """
 
     tp_axis: int | None = None
 
     @abstractmethod
     def load(self, sources: Sequence[TensorSource], shard: Shard, spec: ModelSizes) -> torch.Tensor:
-        """This rank's piece. ValueError when a source has a shape that cannot be right."""
+        """Return this rank's piece.
+
+        Raises:
+            ValueError: a source has a wrong shape.
+        """
 
     @abstractmethod
     def export(self, pieces: Sequence[torch.Tensor], spec: ModelSizes) -> list[torch.Tensor]:
-        """The Hugging Face tensors from the pieces of all tensor-parallel ranks, in rank order.
-
-        With one piece the results are views of it where the layout allows; otherwise copies.
+        """Return the Hugging Face tensors for the pieces of all tensor-parallel ranks, in rank
+        order. With one piece the results are views of it if the layout allows, else copies.
         """
 
 
@@ -218,7 +222,7 @@ class Replicated(ParamMapping):
 
 
 class OneRow(Replicated):
-    """A vector [n], whole on every rank, from a tensor [1, n]."""
+    """A vector [n], the same on every rank, stored as a tensor [1, n]."""
 
     def load(self, sources: Sequence[TensorSource], shard: Shard, spec: ModelSizes) -> torch.Tensor:
         return sources[0][:].flatten()
@@ -228,7 +232,7 @@ class OneRow(Replicated):
 
 
 class ColumnParallel(ParamMapping):
-    """Output features over ranks: rows of [out, in], entries of a bias [out]."""
+    """Output features are sharded: rows of [out, in], entries of a bias [out]."""
 
     tp_axis = 0
 
@@ -246,7 +250,7 @@ class LatentProjection(ColumnParallel):
 
 
 class RowParallel(ParamMapping):
-    """Input features over ranks: columns of [out, in]."""
+    """Input features are sharded: columns of [out, in]."""
 
     tp_axis = 1
 
@@ -259,8 +263,8 @@ class RowParallel(ParamMapping):
 
 
 class VocabParallel(ParamMapping):
-    """Embedding or output layer: rows over ranks after padding with zero rows to
-    ``spec.padded_vocab_size``."""
+    """Embedding or output layer: rows are padded with zeros to ``spec.padded_vocab_size`` and
+    sharded."""
 
     tp_axis = 0
 
@@ -279,8 +283,7 @@ class VocabParallel(ParamMapping):
 
 
 class TransposedVocabParallel(VocabParallel):
-    """A matrix [rank, vocabulary] outside whose transpose the trainer cuts as `VocabParallel`: a
-    row for each token."""
+    """A Hugging Face tensor [rank, vocabulary], whose transpose is sharded as `VocabParallel`."""
 
     def load(self, sources: Sequence[TensorSource], shard: Shard, spec: ModelSizes) -> torch.Tensor:
         return super().load([sources[0][:].t()], shard, spec)
@@ -294,10 +297,9 @@ class FusedQKV(ParamMapping):
     unpacks it.
 
     With H heads of size D in G groups, the rows are, group after group, H/G query heads, one key
-    head, one value head: for H=4, G=2 ``q0 q1 k0 v0 | q2 q3 k1 v1``. Ranks get equal runs of rows:
-    whole groups as long as there are at least as many groups as ranks, parts of a group beyond.
-    Works for weights [rows, hidden] and biases [rows]. Hugging Face order: q [H·D, …], k [G·D, …],
-    v [G·D, …].
+    head, one value head: for H=4, G=2 ``q0 q1 k0 v0 | q2 q3 k1 v1``. Ranks get equal ranges of
+    rows: whole groups, or parts of a group if there are more ranks than groups. Works for weights
+    [rows, hidden] and biases [rows]. Hugging Face tensors: q [H·D, …], k [G·D, …], v [G·D, …].
     """
 
     tp_axis = 0
@@ -314,7 +316,7 @@ class FusedQKV(ParamMapping):
                 )
         group_rows = sum(heads_of) * spec.head_dim
         start, end = shard.bounds(groups * group_rows, "query, key and value rows")
-        first = start // group_rows  # the groups this rank touches
+        first = start // group_rows  # first and last: the groups of this rank
         last = -(-end // group_rows)
         count = last - first
         rest = tuple(sources[0].shape[1:])
@@ -338,8 +340,8 @@ class FusedQKV(ParamMapping):
 
 
 class GatedQKV(FusedQKV):
-    """Query, gate of the output, key and value in one parameter, by query group: query heads, their
-    gates, one key head, one value head.
+    """Query, output gate, key and value in one parameter, by query group: query heads, their gates,
+    one key head, one value head.
 
     In the Hugging Face tensor of queries each head is followed by its gate.
     """
@@ -375,8 +377,8 @@ class GatedQKV(FusedQKV):
 
 
 class StackedQKV(ParamMapping):
-    """Query, key and value as in `FusedQKV`, from one Hugging Face tensor that has all queries
-    above all keys above all values (Phi-3)."""
+    """Query, key and value as in `FusedQKV`, from one Hugging Face tensor of all queries, then all
+    keys, then all values (Phi-3)."""
 
     tp_axis = 0
 
@@ -415,8 +417,8 @@ class GateUp(ParamMapping):
 
 
 class StackedGateUp(ParamMapping):
-    """Gate and up projection as in `GateUp`, from one Hugging Face tensor [2·I, …] that has all
-    gate rows above all up rows (GLM-4)."""
+    """Gate and up projection as in `GateUp`, from one Hugging Face tensor [2·I, …] of all gate
+    rows, then all up rows (GLM-4)."""
 
     tp_axis = 0
 
@@ -435,8 +437,8 @@ class StackedGateUp(ParamMapping):
 
 
 class InterleavedGateUp(ParamMapping):
-    """Gate and up projection as in `GateUp`, from one Hugging Face tensor [2·I, …] that has gate
-    rows at even and up rows at odd places (gpt-oss)."""
+    """Gate and up projection as in `GateUp`, from one Hugging Face tensor [2·I, …] with gate rows
+    at even and up rows at odd indices (gpt-oss)."""
 
     tp_axis = 0
 
@@ -461,7 +463,7 @@ class Transposed(ParamMapping):
     """Matrices that Hugging Face tensors hold as [in, out].
 
     Attributes:
-        plain: how the transposed ones make the parameter.
+        plain: mapping of the transposed matrices.
     """
 
     plain: ParamMapping
@@ -478,10 +480,10 @@ class Transposed(ParamMapping):
 
 @dataclass(frozen=True)
 class StackedRows(ParamMapping):
-    """Matrices of one shape above each other, whole on every rank.
+    """Matrices of one shape, stacked along rows, the same on every rank.
 
     Attributes:
-        count: how many.
+        count: number of matrices.
     """
 
     count: int
@@ -495,15 +497,15 @@ class StackedRows(ParamMapping):
 
 @dataclass(frozen=True)
 class KeyHeadRows(ParamMapping):
-    """Rows of several tensors that belong to the same key head of a gated delta net, together.
+    """Rows of several tensors, grouped by the key heads of a gated delta net.
 
-    With two heads, and sources of which one has queries q above keys k and one has values v, the
-    parameter is ``q0 k0 v0 | q1 k1 v1``. Ranks get whole key heads.
+    With two heads, one source of queries q and keys k, and another of values v, the parameter is
+    ``q0 k0 v0 | q1 k1 v1``. Ranks get whole key heads.
 
     Attributes:
-        sources: of each Hugging Face tensor the blocks that lie above each other in it, each for
-            all key heads; of a block the kinds of rows that lie together for each head, by their
-            places in `DeltaNetSizes.of_key_head`.
+        sources: for each Hugging Face tensor, its blocks of rows; a block contains all key heads.
+            For each block, the kinds of rows that it holds per head, as indices into
+            `DeltaNetSizes.of_key_head`.
     """
 
     sources: tuple[tuple[tuple[int, ...], ...], ...]
@@ -541,12 +543,12 @@ class KeyHeadRows(ParamMapping):
 
 @dataclass(frozen=True)
 class SomeParts(ParamMapping):
-    """A fused parameter of which some parts have no Hugging Face tensor: their rows are zeros.
+    """A fused parameter in which some parts have no Hugging Face tensor, and zero rows instead.
 
     Attributes:
-        fused: how all parts make the parameter; it cuts rows.
-        rows: of each part.
-        present: which of the parts have a tensor.
+        fused: mapping of all parts, sharded along rows.
+        rows: rows of each part.
+        present: which parts have a tensor.
     """
 
     fused: ParamMapping

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, SmolLM2 and everything else that is saved as ``LlamaForCausalLM``."""
+"""Llama 2 and 3, SmolLM2 and all other models saved as ``LlamaForCausalLM``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MiMo-7B (``MiMoForCausalLM``): Qwen2 with layers for multi-token prediction beside it."""
+"""MiMo-7B (``MiMoForCausalLM``): Qwen2 with multi-token-prediction layers."""
 
 from __future__ import annotations
 

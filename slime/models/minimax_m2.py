@@ -1,6 +1,6 @@
-"""MiniMax-M2 (``MiniMaxM2ForCausalLM``): norms over all heads of queries and of keys together, part
-of each head rotated, experts in all layers behind a sigmoid router with a bias that only chooses;
-the tensors of experts have Mixtral's names."""
+"""MiniMax-M2 (``MiniMaxM2ForCausalLM``): norms that span all heads of queries or keys, part of each
+head rotated, experts in all layers with a sigmoid router, whose bias affects only the choice;
+tensors of experts have Mixtral's names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime.models.rules import Rule
 from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, MOE_RULES, MTP_LAYERS, ModelFamily
 
-#: transformers' MiniMaxM2Config, where config.json is silent.
+#: Defaults of transformers' MiniMaxM2Config for fields that config.json lacks.
 _DEFAULTS = {
     "head_dim": 128,
     "intermediate_size": 1536,

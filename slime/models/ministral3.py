@@ -1,5 +1,5 @@
-"""Ministral 3's text models (``Ministral3ForCausalLM``): Mistral with YaRN, and queries that grow
-with the position (``llama_4_scaling_beta``)."""
+"""Ministral 3's text models (``Ministral3ForCausalLM``): Mistral with YaRN, and queries scaled by
+position (``llama_4_scaling_beta``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime.models.decoder import decoder_spec, windows_everywhere
 from slime.models.spec import ModelSpec, QueryScaling
 from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
 
-#: transformers' Ministral3Config, where config.json is silent.
+#: Defaults of transformers' Ministral3Config for fields that config.json lacks.
 _DEFAULTS = {
     "vocab_size": 131072,
     "num_key_value_heads": 8,
@@ -37,14 +37,14 @@ def ministral3_spec(config: dict[str, Any], family: str) -> ModelSpec:
     """Read the decoder of a Ministral 3.
 
     Raises:
-        UserError: as `decoder_spec`; queries grow, and no field says from which length on.
+        UserError: as `decoder_spec`, or the length that scales queries is missing.
     """
     config = {**_DEFAULTS, **config}
     settings = config.get("rope_parameters") or config.get("rope_scaling") or _DEFAULT_ROTARY
     rest = {key: value for key, value in config.items() if key != "rope_scaling"}
-    # the second is that of the whole model, again; it scales nothing
-    apart = (_BETA, "max_position_embeddings")
-    rotary = {key: value for key, value in settings.items() if key not in apart}
+    # the second field repeats the model's own and does not affect the rotary embedding
+    unused = (_BETA, "max_position_embeddings")
+    rotary = {key: value for key, value in settings.items() if key not in unused}
     return decoder_spec(
         {**rest, "rope_parameters": rotary},
         family,
@@ -62,7 +62,7 @@ def _query_scaling(settings: dict[str, Any], config: dict[str, Any]) -> QuerySca
     if not length:
         raise UserError(
             f"the model's config.json sets {_BETA} to {beta} and no {key}",
-            why="queries grow with each multiple of that length",
+            why="queries are scaled up at each multiple of that length",
             fix="use the config.json that belongs to the weights",
         )
     return QueryScaling(float(beta), int(length))

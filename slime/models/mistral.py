@@ -1,5 +1,5 @@
-"""Mistral 7B, Mistral Nemo, Zephyr, Ministral 8B: computed as Llama, without biases; all layers
-have the window of ``sliding_window``, if any."""
+"""Mistral 7B, Mistral Nemo, Zephyr, Ministral 8B: Llama without biases; all layers have a window of
+``sliding_window`` tokens if the field is set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slime.models.decoder import decoder_spec, windows_everywhere
 from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
 
-#: transformers' MistralConfig, where config.json is silent.
+#: Defaults of transformers' MistralConfig for fields that config.json lacks.
 _DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 
 

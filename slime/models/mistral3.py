@@ -1,5 +1,5 @@
-"""Mistral-Small-3.1 and 3.2, Ministral 3 (``Mistral3ForConditionalGeneration``): models that also
-see images, around the decoder of Mistral or of Ministral 3. The text part alone is trained."""
+"""Mistral-Small-3.1 and 3.2, Ministral 3 (``Mistral3ForConditionalGeneration``): vision models with
+the decoder of Mistral or Ministral 3. Only the text part is trained."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     if kind not in _DECODERS:
         raise UserError(
             f"the decoder of this Mistral 3 is of model_type {kind!r}, which cannot be trained",
-            why=f"text_config of config.json says so; decoders that can are "
-            f"{' and '.join(_DECODERS)}",
-            fix="choose such a model, e.g. Mistral-Small-3.2 or Ministral 3",
+            why=f"text_config of config.json has it; supported are {' and '.join(_DECODERS)}",
+            fix="choose a model with such a decoder, e.g. Mistral-Small-3.2 or Ministral 3",
         )
     return _DECODERS[kind](inner, "mistral3")
 

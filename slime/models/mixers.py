@@ -1,11 +1,11 @@
 """One record per token mixer: the part of a decoder layer that lets a token see earlier tokens.
 
-A record holds what the tables, the memory plan, the FLOPs, the configuration of Megatron and the
-embedded engine have to know of a mixer. `mixer_of` gives the record of a layer.
+A record holds all facts about a mixer for the tables, the memory plan, FLOPs, the configuration of
+Megatron and the embedded engine. `mixer_of` returns the record of a layer.
 
-A further mixer is a new record here, a class for the embedded engine, and a module of the trainer.
-Layers of a model may have different mixers, as long as these share one configuration of Megatron,
-and those that keep keys and values keep heads of one shape.
+To add a mixer, add a record here, a class to the embedded engine, and a module to the trainer.
+Layers of a model may have different mixers if these share one Megatron configuration class, and if
+all mixers with a KV cache have heads of the same shape.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Kernels:
 
     Attributes:
         element: bytes of one activation: 2 in half precision, else 4.
-        fused: as on GPUs (`slime.trainer.kernels`): norms keep their input alone, queries, keys and
-            values come from one kernel, and expert outputs are weighted where the gate is applied;
-            else norms also keep the normalised rows in float32, and queries and keys are copied by
-            each part of the way.
-        grouped: attention takes keys and values as they are, as flash-attn-4 does; else they are
-            repeated for every query head first, as for torch's kernel before 2.13.
+        fused: kernels of GPUs (`slime.trainer.kernels`): norms keep only their input, one kernel
+            makes queries, keys and values, and expert outputs are weighted where the gate is
+            applied. Otherwise norms also keep the normalised rows in float32, and each operation
+            copies queries and keys.
+        grouped: attention kernels support grouped queries, like flash-attn-4; otherwise keys and
+            values are repeated for every query head, as for torch's kernel before 2.13.
     """
 
     element: int
@@ -59,7 +59,7 @@ class Kernels:
     grouped: bool = True
 
     def norm(self, width: float, rows: float = 1.0) -> float:
-        """Bytes that norms of ``width`` entries in ``rows`` rows keep beside their input."""
+        """Bytes that norms of ``width`` entries in ``rows`` rows keep besides their input."""
         if self.fused:
             return 0.0
         return rows * FLOAT32_BYTES + width * (2 * FLOAT32_BYTES - self.element)
@@ -67,33 +67,32 @@ class Kernels:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenMixer:
-    """Everything that depends on how a layer mixes tokens.
+    """Facts about one way of mixing tokens.
 
     Attributes:
-        name: as messages and docs call it.
-        rules: how its weights map between Hugging Face and Megatron names and shards, with the norm
-            before it and the projection behind it.
-        widths: sizes of the axes that its rules name; two mixers of one model share no name of
-            different size.
-        divided_rows: (rows, what they are) that tensor parallelism must divide besides the heads.
-        flops: forward FLOPs per layer and pair of tokens, the projections left out.
-        saved: bytes per token that autograd keeps: (spec, layout, kernels, modules that are
-            recomputed) → bytes by what they are.
-        kept: entries that an engine rank keeps per token and layer: (spec, ranks that divide the
-            attention, whether the engine keeps latents).
-        kept_heads: (heads, width) of keys and of values in an engine that keeps them whole; None
-            for a mixer that keeps a state instead.
+        name: name in messages and docs.
+        rules: mappings of the mixer's weights, of the norm before it and of its output projection.
+        widths: sizes of the axes that its rules name. If two mixers of a model share a name, its
+            sizes are equal.
+        divided_rows: (rows, description) that tensor parallelism must divide, besides heads.
+        flops: forward FLOPs per layer and pair of tokens, without projections.
+        saved: bytes per token that autograd keeps: (spec, layout, kernels, recomputed modules) →
+            bytes by description.
+        kept: entries that an engine rank caches per token and layer: (spec, ranks that divide the
+            attention, whether the engine caches latents).
+        kept_heads: (heads, width) of keys and of values in an engine that caches them unsplit;
+            None for a mixer with a state instead.
         state: (entries of the convolution's inputs, entries of the float32 state) that an engine
-            rank keeps per sequence and layer, whatever its length: (spec, ranks).
-        token_flops: forward FLOPs per layer and token beside the products with weights.
-        has_query_groups: several query heads may share a head of keys and values.
+            rank keeps per sequence and layer, at any length: (spec, ranks).
+        token_flops: forward FLOPs per layer and token, without products with weights.
+        has_query_groups: several query heads may share a key-value head.
         embedded: "module:class" of the embedded engine; its ``build`` reads the layer's weights.
         megatron_module: "module:function" of the trainer: `ModelSpec` → Megatron's ``ModuleSpec``
-            of what stands in a layer in place of Megatron's attention. None: Megatron's attention,
-            as `slime.trainer.megatron.model.put_in_parts` changes it.
+            that replaces attention in a layer. None: Megatron's attention, as changed by
+            `slime.trainer.megatron.model.put_in_parts`.
         megatron_config: "module:class" of Megatron's configuration.
-        megatron_overrides: arguments of that class whatever the model and the flags say.
-        unread_flags: fields of that class that Megatron does not read, and why.
+        megatron_overrides: arguments of that class for every model and all flags.
+        unread_flags: fields of that class that Megatron ignores → why.
     """
 
     name: str
@@ -126,15 +125,15 @@ _OUTPUT = Rule(
 
 
 def _attention_flops(spec: ModelSpec) -> float:
-    """Causal attention: half of 4 · heads · width, the mean of the widths of keys and values."""
+    """Causal attention: half of 4 · heads · (mean of the widths of keys and values)."""
     return 2.0 * spec.num_heads * (spec.head_dim + spec.value_dim) / 2
 
 
-# -- attention: queries, keys and values straight from the hidden states ---------------------------
+# -- attention: queries, keys and values are projected from the hidden states ----------------------
 
 _WIDE_NORMS: tuple[tuple[str, Width], ...] = (("q", "query"), ("k", "key"))
 
-#: Biases, sinks, and norms of queries and keys apply where the spec has them.
+#: Rules of biases, sinks and norms of queries and keys apply only if the spec has these.
 _ATTENTION_RULES = (
     replace(
         _INPUT_NORM,
@@ -189,7 +188,7 @@ _ATTENTION_RULES = (
         for x, rows in _WIDE_NORMS
     ),
 )
-#: The same, where a checkpoint has queries, keys and values in one tensor.
+#: The same rules for checkpoints with queries, keys and values in one tensor.
 STACKED_QKV_RULES = tuple(
     replace(
         rule,
@@ -213,8 +212,7 @@ def _attention_saved(
     query = heads * width * element
     key_value = 2 * groups * width * element
     has_norms = bool(spec.transformer.get("qk_layernorm")) or spec.wide_qk_norms
-    # The kernel reads the mixed product, and keeps it for the norms only. It needs whole groups on
-    # a rank.
+    # the fused kernel keeps its input, the mixed product, only for norms; it needs whole groups
     plain = not spec.wide_qk_norms and not spec.rotates_first
     one_pass = kernels.fused and spec.num_query_groups >= layout.tensor and plain
     parts = {"mixed product": query + key_value} if has_norms or not one_pass else {}
@@ -232,7 +230,7 @@ def _attention_saved(
         # the value is a view of the mixed product
         parts["rotated query and key"] = query + key_value / 2
     if has_norms and not one_pass:
-        # the queries of several groups do not lie side by side
+        # the queries of several groups are not contiguous
         copied = query if groups > 1 else 0.0
         if spec.rotates_first:
             copied = query + key_value / 2  # rotated
@@ -277,7 +275,7 @@ def _is_delta_net(spec: ModelSpec, layer: int) -> bool:
 
 
 def _of_attention(rule: Rule) -> Rule:
-    """Return the rule for those layers of a hybrid that have attention."""
+    """Restrict a rule to the layers of a hybrid that have attention."""
 
     def applies(spec: ModelSpec, layer: int) -> bool:
         return rule.applies(spec, layer) and not _is_delta_net(spec, layer)
@@ -290,10 +288,11 @@ def _of_attention(rule: Rule) -> Rule:
 def _gated_saved(
     spec: ModelSpec, layout: Layout, kernels: Kernels, recomputed: set[str]
 ) -> dict[str, float]:
-    """The one kernel for norms and rotation takes no gates."""
+    """Saved bytes of gated attention, which the fused kernel for norms and rotation does not
+    support."""
     parts = _attention_saved(spec, layout, replace(kernels, fused=False), recomputed)
     width = spec.num_heads / layout.tensor * spec.head_dim
-    # it lies in the mixed product; kept are its sigmoid and what is gated, too
+    # the gate is part of the mixed product; its sigmoid and the ungated output are kept too
     gate = width * (2 * kernels.element + FLOAT32_BYTES)
     return parts | {"gate of the attention output": gate}
 
@@ -313,7 +312,7 @@ GATED_ATTENTION = replace(
 
 # -- gated delta net (arXiv:2412.06464): a state per head in place of keys and values --------------
 
-#: What `slime.models.layouts.DeltaNetSizes.of_key_head` counts.
+#: Indices into `slime.models.layouts.DeltaNetSizes.of_key_head`.
 _QUERY, _KEY, _VALUES, _GATES, _WRITES, _DECAYS = range(6)
 
 
@@ -349,7 +348,7 @@ _DELTA_RULES = (
     _delta("norm_weight", "norm.weight", REPLICATED, "delta value"),
     _delta("linear_proj.weight", "out_proj.weight", ROW, "hidden", "delta values"),
 )
-#: Qwen3-Next: two matrices, whose rows lie together for each key head.
+#: Qwen3-Next: two matrices, with rows grouped by key heads.
 _BY_HEAD = _delta(
     "in_proj.weight",
     ("in_proj_qkvz.weight", "in_proj_ba.weight"),
@@ -357,7 +356,7 @@ _BY_HEAD = _delta(
     ("delta keys, values, gates", "delta writes, decays"),
     "hidden",
 )
-#: Qwen3.5: four matrices, in which all heads of a kind lie together.
+#: Qwen3.5: four matrices, with rows grouped by kind.
 _BY_KIND = _delta(
     "in_proj.weight",
     tuple(f"in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
@@ -367,7 +366,7 @@ _BY_KIND = _delta(
 )
 SPLIT_DELTA_RULES = (_BY_KIND, *_DELTA_RULES)
 
-#: Last parts of the names of their Linear layers.
+#: Last parts of the names of the Linear layers of gated delta nets.
 DELTA_PROJECTIONS = frozenset(
     name.removesuffix(".weight").rpartition(".")[2]
     for rule in (_BY_HEAD, *SPLIT_DELTA_RULES)
@@ -407,7 +406,7 @@ def _delta_state(spec: ModelSpec, ranks: int) -> tuple[int, int]:
 
 
 def _delta_flops(spec: ModelSpec) -> float:
-    """Reading and writing the state, and the products within a chunk."""
+    """FLOPs of reading and writing the state, and of the products within a chunk."""
     sizes = spec.delta_net
     within = 4 * _CHUNK * (sizes.key + sizes.value)
     return float(sizes.value_heads * (6 * sizes.key * sizes.value + within))
@@ -497,9 +496,9 @@ def _latent_saved(
     element = kernels.element
     share = 1 / layout.tensor if layout.sequence_parallel else 1.0
     heads = spec.num_heads / layout.tensor
-    common = max(spec.head_dim, spec.value_dim)  # the kernels want one width
-    # the output is cut to its width, or exchanged back
-    again = common != spec.value_dim or layout.context > 1
+    common = max(spec.head_dim, spec.value_dim)  # kernels need keys and values of one width
+    # the output is copied when it is cut to its width, or exchanged back
+    is_copied = common != spec.value_dim or layout.context > 1
     rank = _key_rank(spec)
     query_rank = _query_rank(spec)
     latents = (
@@ -512,7 +511,7 @@ def _latent_saved(
         "norms of latents": kernels.norm(
             (rank + query_rank) * share, (2 if query_rank else 1) * share
         ),
-        "attention output": heads * (common + (spec.value_dim if again else 0)) * element,
+        "attention output": heads * (common + (spec.value_dim if is_copied else 0)) * element,
     }
     if "mla_up_proj" not in recomputed:
         parts["query, key, value"] = heads * common * 3 * element
@@ -553,8 +552,8 @@ LATENT_ATTENTION = TokenMixer(
     has_query_groups=False,
     embedded="slime.embedded.token_mixers:LatentAttention",
     megatron_config="megatron.core.transformer.transformer_config:MLATransformerConfig",
-    # The norms see whole latents on every tensor-parallel rank. With this mark Megatron takes them
-    # for norms of each rank's own heads, and sums their gradients over the ranks.
+    # Every tensor-parallel rank normalises whole latents. With qk_layernorm, Megatron would treat
+    # these as norms of each rank's own heads, and sum their gradients over the ranks.
     megatron_overrides={"qk_layernorm": False},
     unread_flags={"add_qkv_bias": "multi-latent attention has no biases"},
 )

@@ -1,4 +1,4 @@
-"""Mixtral (``MixtralForCausalLM``): Mistral with experts behind a softmax router in all layers."""
+"""Mixtral (``MixtralForCausalLM``): Mistral with experts and a softmax router in all layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slime.models.rules import Rule
 from slime.models.spec import ModelSpec, require
 from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, MOE_RULES, ModelFamily
 
-#: transformers' MixtralConfig, where config.json is silent.
+#: Defaults of transformers' MixtralConfig for fields that config.json lacks.
 _DEFAULTS = {
     "max_position_embeddings": 131072,
     "num_experts_per_tok": 2,
@@ -52,7 +52,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def mixtral_names(rule: Rule) -> Rule:
-    """The rule of experts or their router under the names that Mixtral's tensors have."""
+    """Return a rule of experts or of their router with the names of Mixtral's tensors."""
     names = rule.hf_names
     for before, after in _RENAMED.items():
         names = tuple(name.replace(before, after) for name in names)

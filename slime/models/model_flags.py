@@ -1,9 +1,8 @@
-"""Flags that describe the model, against the model: a contradiction is an error, never a silent
-choice.
+"""Compare flags that describe the model with the model; a contradiction is an error.
 
 The architecture is always that of --hf-checkpoint. Launch scripts written for Megatron-LM repeat it
-in flags (``--num-layers 36 --hidden-size 2560 --swiglu …``); these are compared with what its
-family reads from config.json.
+in flags (``--num-layers 36 --hidden-size 2560 --swiglu …``). These are compared with the spec that
+the model's family reads from config.json.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ logger = get_logger(__name__)
 
 
 def check_model_flags(flags: MegatronConfig, spec: ModelSpec) -> None:
-    """Refuse flags that say otherwise than the model.
+    """Refuse flags that contradict the model.
 
     Raises:
-        UserError: lists every one of them, with both values.
+        UserError: lists all contradictions, with both values.
     """
-    described = _beside_transformer(spec)
+    described = _outside_transformer(spec)
     idle = _without_effect(flags, described, spec)
     for dest, why in idle.items():
         logger.warning("%s has no effect: %s", all_flags()[dest].option, why)
@@ -45,7 +44,7 @@ def check_model_flags(flags: MegatronConfig, spec: ModelSpec) -> None:
     longest = flags.model.get("max_position_embeddings")
     if longest is not None and longest > spec.max_position_embeddings:
         wrong.append(
-            f"--max-position-embeddings {longest}, but it is made for "
+            f"--max-position-embeddings {longest}, but the model supports "
             f"{spec.max_position_embeddings}"
         )
     _refuse(wrong)
@@ -54,7 +53,7 @@ def check_model_flags(flags: MegatronConfig, spec: ModelSpec) -> None:
 def _without_effect(
     flags: MegatronConfig, described: Mapping[str, Any], spec: ModelSpec
 ) -> dict[str, str]:
-    """Find flags that Megatron reads for other models only: dest → why it changes nothing here."""
+    """Find flags that Megatron ignores for this model: dest → why the flag has no effect."""
     idle = {
         dest: why
         for mixer in mixers_of(spec.transformer)
@@ -64,21 +63,20 @@ def _without_effect(
     if described["mscale"] is None and flags.model.get("rotary_scaling_factor", 1) == 1:
         for dest in ("mscale", "mscale_all_dim"):
             if flags.model.get(dest) == 1.0:
-                idle[dest] = "positions are not scaled, so that attention is not either"
+                idle[dest] = "positions are not scaled, so attention is not scaled either"
     return idle
 
 
 def merge_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of `TransformerConfig`: what the checkpoint says, and what the user set
-    beside it.
+    """Return keyword arguments of `TransformerConfig`: those of the checkpoint, and further fields
+    that the user set.
 
     Args:
-        described: by the model's family table, from the Hugging Face config; None: the model has no
-            such thing.
+        described: fields from the Hugging Face config, by the model's family; a value of None means
+            that the model does not have the feature.
         given: ``config.megatron.transformer``.
     Raises:
-        UserError: the user set fields that the checkpoint says otherwise, or some of experts for a
-            dense model.
+        UserError: the user's fields contradict the checkpoint, or set up experts for a dense model.
 
     Example:
         >>> merge_transformer({"qk_layernorm": True}, {"moe_z_loss_coeff": 0.001})
@@ -96,8 +94,7 @@ def merge_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) ->
 
 
 def _acting(described: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the fields whose flags have no effect, or that Megatron does not read for this token
-    mixer."""
+    """Drop fields whose flags have no effect, or that Megatron ignores for the model's mixers."""
     idle = {
         spec.attribute
         for spec in all_flags().values()
@@ -119,7 +116,7 @@ def _refuse(wrong: list[str]) -> None:
         )
 
 
-#: Fields that only some families describe; the others have no such part.
+#: Fields of features that only some families have.
 _OF_SOME_FAMILIES = {
     "attention_output_gate",
     "layernorm_zero_centered_gamma",
@@ -163,9 +160,9 @@ def _of_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) -> I
             yield f"{_spelled(flag.dest, value)}, but there are no experts"
 
 
-def _beside_transformer(spec: ModelSpec) -> dict[str, Any]:
-    """Describe the model in flags of Megatron-LM that `TransformerConfig` has no field for; None
-    means that the model has no such thing."""
+def _outside_transformer(spec: ModelSpec) -> dict[str, Any]:
+    """Describe the model in flags of Megatron-LM without a field in `TransformerConfig`; None means
+    that the model does not have the feature."""
     scaling = spec.rotary_scaling or {}
     shape = spec.transformer
     kind = scaling.get("rope_type", "default")
@@ -201,7 +198,7 @@ def _beside_transformer(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _pattern(freq: Any, described: Mapping[str, Any]) -> list[int]:
-    """``moe_layer_freq`` layer by layer: an integer n means every n-th layer, from the first on."""
+    """``moe_layer_freq`` per layer; an integer n means every n-th layer from the first on."""
     return (
         list(freq)
         if not isinstance(freq, int)
@@ -210,7 +207,7 @@ def _pattern(freq: Any, described: Mapping[str, Any]) -> list[int]:
 
 
 def _windows(freq: Any, described: Mapping[str, Any]) -> list[int]:
-    """``window_attn_skip_freq`` layer by layer: an integer n means that every n-th layer has no
+    """``window_attn_skip_freq`` per layer; an integer n means that every n-th layer has no
     window."""
     if not isinstance(freq, int):
         return list(freq)

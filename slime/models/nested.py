@@ -1,5 +1,5 @@
-"""Models that also see images: their config.json describes the decoder in ``text_config``, and
-names of its tensors have a prefix. The text part alone is trained."""
+"""Vision models: their config.json describes the decoder in ``text_config``, and the names of its
+tensors have a prefix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime.models.vision import VisionKind, VisionSpec
 
 _INSIDE = "model.language_model."
 _UNDER = "language_model."
-#: Tower and projector of models whose decoder is below ``language_model``: counted, not trained.
+#: Tower and projector of models whose decoder is in ``language_model``. They are not trained.
 TOWER_AND_PROJECTOR = (r"vision_tower\..*", r"multi_modal_projector\..*")
 
 
@@ -57,17 +57,17 @@ _ROTARY_SETTINGS = ("rope_parameters", "rope_scaling")
 
 
 def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of config.json that describes the decoder; of a text model, all of it."""
+    """Return the part of config.json that describes the decoder: for a text model, all of it."""
     inner = config.get("text_config")
     return inner if isinstance(inner, Mapping) else config
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of config.json that describes the decoder. Whether embedding and output layer
-    are one weight stands outside of it.
+    """Return the part of config.json that describes the decoder, with ``tie_word_embeddings`` from
+    the top level.
 
     Raises:
-        UserError: there is no such part.
+        UserError: config.json has no ``text_config``.
     """
     inner = dict(require(config, "text_config"))
     tied = config.get("tie_word_embeddings")
@@ -75,14 +75,13 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_rotary(config: dict[str, Any], kinds: tuple[str, ...] = ("default",)) -> dict[str, Any]:
-    """Return the description of a decoder with M-RoPE as one with the plain rotary embedding, which
-    is the same where all tokens are text: their three positions are equal, so that it does not
-    matter which of them turns which pair.
+    """Replace M-RoPE in a decoder's config by the plain rotary embedding. Both are equal for text,
+    as the three positions of a text token are equal.
 
     Args:
-        kinds: values of ``rope_type`` that mean this.
+        kinds: values of ``rope_type`` that mean unscaled M-RoPE.
     Raises:
-        UserError: another type, whose frequencies are scaled.
+        UserError: the rotary embedding has another type, with scaled frequencies.
     Source: Wang et al., Qwen2-VL (arXiv:2409.12191), section 2.1.
 
     Example:
@@ -106,8 +105,8 @@ def text_rotary(config: dict[str, Any], kinds: tuple[str, ...] = ("default",)) -
 
 
 def inside(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Return the same rules for a decoder below ``model.language_model``, whose output layer is
-    beside it (Qwen3.5, Qwen3-VL)."""
+    """Return the rules for a decoder in ``model.language_model`` with the output layer outside it
+    (Qwen3.5, Qwen3-VL)."""
 
     def inner(name: str) -> str:
         return _INSIDE + name.removeprefix("model.") if name.startswith("model.") else name
@@ -116,8 +115,8 @@ def inside(rules: Sequence[Rule]) -> tuple[Rule, ...]:
 
 
 def under(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Return the same rules for a whole text model below ``language_model``, its output layer
-    included (Mistral 3, Gemma 3)."""
+    """Return the rules for a text model in ``language_model``, including its output layer
+    (Mistral 3, Gemma 3)."""
     return _renamed(rules, lambda name: _UNDER + name)
 
 
@@ -133,10 +132,10 @@ def _renamed(rules: Sequence[Rule], rename: Callable[[str], str]) -> tuple[Rule,
 
 
 def read_vision(config: Mapping[str, Any], kind: VisionKind, hidden_size: int) -> VisionSpec:
-    """Read the tower of a parsed config.json, and the tokens around its images.
+    """Read the vision tower of a parsed config.json, and the tokens around images.
 
     Args:
-        hidden_size: of the decoder, which the projector must give.
+        hidden_size: of the decoder; the projector's output must have this width.
     Raises:
         UserError: a field is missing, or contradicts the decoder.
     """
@@ -155,8 +154,8 @@ def read_vision(config: Mapping[str, Any], kind: VisionKind, hidden_size: int) -
         )
     if tower.get("out_hidden_size", hidden_size) != hidden_size:
         raise UserError(
-            f"the projector of images gives {tower['out_hidden_size']} numbers per token, the "
-            f"decoder takes {hidden_size}",
+            f"the vision projector has {tower['out_hidden_size']} outputs per token, but the "
+            f"decoder has hidden size {hidden_size}",
             fix="use the config.json that belongs to the weights",
         )
     time, row, column = rotary.get("mrope_section") or kind.sections

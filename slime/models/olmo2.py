@@ -1,5 +1,5 @@
-"""OLMo-2 (``Olmo2ForCausalLM``): norms behind attention and MLP instead of before them, and norms
-over all heads of queries and of keys together."""
+"""OLMo-2 (``Olmo2ForCausalLM``): norms after attention and MLP instead of before them, and norms
+that span all heads of queries or keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slime.models.decoder import decoder_spec
 from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, POST_NORM_RULES, ModelFamily
 
-#: transformers' Olmo2Config, where config.json is silent.
+#: Defaults of transformers' Olmo2Config for fields that config.json lacks.
 _DEFAULTS = {"rms_norm_eps": 1e-5}
 
 
@@ -18,7 +18,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def olmo_spec(config: dict[str, Any], family: str, **extra: Any) -> ModelSpec:
-    """The spec of a family with this placement of norms; ``config`` has its defaults filled in."""
+    """Make the spec of a family with this placement of norms; ``config`` includes its defaults."""
     bias = bool(config.get("attention_bias"))
     return decoder_spec(
         config,

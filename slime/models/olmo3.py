@@ -1,5 +1,5 @@
-"""OLMo-3 (``Olmo3ForCausalLM``): OLMo-2 with a window in three of four layers, whose rotary
-embedding is never scaled."""
+"""OLMo-3 (``Olmo3ForCausalLM``): OLMo-2 with a window in three of four layers; the rotary embedding
+of these layers is never scaled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slime.models.olmo2 import OLMO2, olmo_spec
 from slime.models.spec import ModelSpec
 from slime.models.table import ModelFamily
 
-#: transformers' Olmo3Config, where config.json is silent.
+#: Defaults of transformers' Olmo3Config for fields that config.json lacks.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "sliding_window": 4096}
 _BASE = 500000.0
 

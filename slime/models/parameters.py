@@ -1,13 +1,12 @@
-"""Which tensors of a model are trained, stored and served, under their Hugging Face names.
+"""The tensors of a model that are trained, stored and served, by their Hugging Face names.
 
-    trained   the trainer's parameters are made of them, and `load_hf` must fill every one
-    stored    a Hugging Face directory of plain weights holds them; the trainer reads and exports it
-    served    a push brings them to the engines, which start from a directory that holds them
+    trained   make up the trainer's parameters; `load_hf` must fill all of them
+    stored    contents of an unquantised Hugging Face directory, which the trainer reads and exports
+    served    pushed to the engines, which start from a directory with these tensors
 
-All three are the family's table when a plain model is trained as a whole. Engines of a quantised
-model are served the parts of each quantised weight instead of the weight. With adapters the base is
-stored and read once, by trainer and engines; trained and served are the adapters alone. Code that
-needs one of the sets asks for it by name, so that the sets may differ in further ways.
+All three are the family's table when an unquantised model is fully trained. Engines of a quantised
+model are served the parts of each quantised weight instead of the weight. With adapters, trainer
+and engines read the stored base once, and only the adapters are trained and served.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ModelParameters:
-    """The three sets of one model.
+    """The trained, stored and served tensors of one model.
 
     Args:
-        quantisation: how the engines' weights are quantised; None for plain ones.
-        adapters: what is trained in place of the model's own weights.
+        quantisation: how the engines' weights are quantised; None: not quantised.
+        adapters: the adapters that are trained instead of the model's weights.
     """
 
     family: ModelFamily
@@ -44,7 +43,7 @@ class ModelParameters:
 
     @property
     def trained_family(self) -> ModelFamily:
-        """The table of what is trained."""
+        """The table of trained parameters."""
         if self.adapters is None:
             return self.family
         return adapter_family(self.family, self.spec, self.adapters)

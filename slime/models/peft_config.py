@@ -1,5 +1,5 @@
-"""PEFT's ``adapter_config.json``: the fields that are written here, and what tells an adapter of
-another base."""
+"""PEFT's ``adapter_config.json``: the fields that slime writes, and adapters that change their
+base."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 CONFIG = "adapter_config.json"
 
-#: Initialisations that change the base, so that the adapter belongs to weights that no file has.
+#: Initialisations that change the base weights, so the adapter does not fit the stored base.
 _MOVES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _FROZEN_COPY = re.compile(r".*\.(embed_tokens|lm_head)\.base_layer\.weight")
 
@@ -63,6 +63,6 @@ def moves_base(config: Mapping[str, Any]) -> bool:
 
 
 def is_frozen_copy(name: str) -> bool:
-    """Tell whether a tensor is one of the base's whole matrices, which PEFT saves along with
-    adapters of embedding and output layer."""
+    """Tell whether a tensor is a copy of a base weight, which PEFT saves with adapters of embedding
+    and output layer."""
     return _FROZEN_COPY.fullmatch(name) is not None

@@ -1,6 +1,6 @@
 """Phi-3 and Phi-4 (``Phi3ForCausalLM``): Llama with queries, keys and values in one tensor, and
-gate and up in another. Phi-4-mini rotates three quarters of each head, with longrope, of which the
-factors for sequences of the original length are computed."""
+gate and up in another. Phi-4-mini rotates three quarters of each head with longrope, whose factors
+for sequences up to the original length are used."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from slime.models.mixers import STACKED_QKV_RULES
 from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, OUTER_RULES, STACKED_MLP_RULES, ModelFamily
 
-#: transformers' Phi3Config, where config.json is silent.
+#: Defaults of transformers' Phi3Config for fields that config.json lacks.
 _DEFAULTS = {
     "max_position_embeddings": 4096,
     "original_max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
     "sliding_window": None,
 }
-#: What transformers takes for "longrope" in this family.
+#: Types that transformers treats as "longrope" in this family.
 _LONGROPE = ("longrope", "su", "yarn")
 
 
@@ -32,10 +32,10 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def _with_longrope(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return rotary settings with one name for the scaling that this family knows.
+    """Return rotary settings with the type "longrope" for all of its names.
 
     Raises:
-        UserError: they ask for another one, which transformers refuses, too.
+        UserError: the scaling has another type, which transformers also refuses.
     """
     kind = settings.get("rope_type") or settings.get("type") or "default"
     rest = {key: value for key, value in settings.items() if key != "type"}
@@ -44,7 +44,7 @@ def _with_longrope(settings: dict[str, Any]) -> dict[str, Any]:
     if kind not in _LONGROPE:
         raise UserError(
             f"rotary scaling of type {kind!r} is not supported for this family",
-            why="models of it have longrope, or none",
+            why="models of this family have longrope or no scaling",
             fix="use the config.json that belongs to the weights",
         )
     return {**rest, "rope_type": "longrope"}

@@ -26,8 +26,7 @@ Parts = dict[str, tuple[str, tuple[int, ...]]]
 
 #: ``quant_method`` of models whose stacks of experts are stored in 4-bit floats.
 MXFP4 = "mxfp4"
-#: Linear layers that published FP8 models leave as they are; engines know it where config.json has
-#: no list.
+#: Linear layers that published FP8 models do not quantise, also if config.json has no list.
 FOR_FP8 = ("lm_head", r"re:.*eh_proj.*", r"re:.*shared_head\.head.*")
 #: Numbers that compressed-tensors packs into an int32, 4 bits each.
 NIBBLES = 8
@@ -35,11 +34,11 @@ NIBBLES = 8
 
 @dataclass(frozen=True)
 class Int4:
-    """4-bit whole numbers with a scale for each group of neighbours in a row.
+    """4-bit integers with a scale per group of neighbouring columns in a row.
 
     Attributes:
         group_size: columns that share a scale.
-        symmetric: zero is in the middle; otherwise each group has a zero point, too.
+        symmetric: zero is in the middle of the range; otherwise each group has a zero point.
     """
 
     group_size: int
@@ -59,13 +58,12 @@ class Int4:
         return parts
 
     def is_of_rows(self, columns: int) -> bool:
-        """Tell whether a piece of a weight, any rows of it and so many neighbouring columns, is
-        quantised by itself as it is within the whole. The piece begins at a multiple of
-        ``columns``."""
+        """Tell whether any rows of ``columns`` neighbouring columns, starting at a multiple of
+        ``columns``, are quantised independently of the rest of the weight."""
         return columns % self.group_size == 0
 
     def misfit(self, shape: tuple[int, int]) -> str:
-        """Explain why a weight of this shape cannot be stored so; "" if it can."""
+        """Explain why a weight of this shape cannot be stored in this format; "" if it can."""
         return f"{shape[1]} columns are no multiple of the group size {self.group_size}" * bool(
             shape[1] % self.group_size
         )
@@ -76,13 +74,13 @@ class Int4:
 
 @dataclass(frozen=True)
 class Fp8:
-    """8-bit floats (e4m3) with a float32 scale for each block.
+    """8-bit floats (e4m3) with a float32 scale per block.
 
     Attributes:
         block: rows and columns that share a scale; 0 stands for all of them, so (0, 0) is one scale
             per tensor and (1, 0) one per row.
-        scale: last part of the scale's name. Both names hold the same: the weight is the stored
-            number times it. Some published models store it in bfloat16.
+        scale: last part of the scale's name. Under both names, a weight is the stored number times
+            the scale. Some published models store scales in bfloat16.
     """
 
     block: tuple[int, int] = (128, 128)
@@ -100,7 +98,7 @@ class Fp8:
         return {"weight": ("float8_e4m3fn", shape), self.scale: ("float32", scales)}
 
     def is_of_rows(self, columns: int) -> bool:
-        return False  # rows share a scale; which do is known of the whole weight
+        return False  # rows may share a scale with rows outside the piece
 
     def misfit(self, shape: tuple[int, int]) -> str:
         return ""  # a block at the border may be smaller
@@ -121,9 +119,9 @@ class Quantisation:
     """A model's ``quantization_config``.
 
     Attributes:
-        method: ``quant_method``: who defines the format.
-        scheme: how the weights of its Linear layers are stored.
-        ignore: rules for those that stay as they are (`slime.models.ignore_list`).
+        method: ``quant_method``, the library or convention that defines the format.
+        scheme: how weights of Linear layers are stored.
+        ignore: rules for Linear layers that are not quantised (`slime.models.ignore_list`).
     """
 
     method: Method
@@ -132,11 +130,11 @@ class Quantisation:
 
     @staticmethod
     def read(config: Mapping[str, Any]) -> Quantisation | None:
-        """Read a plain config.json; None if engines hold plain weights: the model is not quantised,
-        or it is stored in MXFP4 (`is_mxfp4`).
+        """Read a parsed config.json. None if engines hold unquantised weights: the model is not
+        quantised, or it is stored in MXFP4 (`is_mxfp4`).
 
         Raises:
-            UserError: a method or scheme that is not known here, by its name.
+            UserError: the method or scheme is not supported.
         """
         settings = config.get("quantization_config")
         if not settings or is_mxfp4(config):
@@ -151,15 +149,14 @@ class Quantisation:
         if not isinstance(method, str) or method not in readers:
             raise UserError(
                 f"quantization_config in config.json has the quant_method {method!r}",
-                why=f"the methods that are known here: {', '.join(readers)}",
-                fix="take the model with plain weights, or one that was quantised by a method of "
-                "these",
+                why=f"supported methods: {', '.join(readers)}",
+                fix="use the model with unquantised weights, or one that was quantised by a "
+                "supported method",
             )
         return readers[method](settings)
 
     def module(self, name: str) -> str | None:
-        """The module whose weight a stored tensor is a part of; None for a name that no quantised
-        weight has.
+        """Return the module of a stored tensor; None if ``name`` is no part of a quantised weight.
 
         Example:
             >>> Quantisation("fp8", Fp8()).module("model.layers.0.mlp.up_proj.weight_scale_inv")
@@ -173,16 +170,16 @@ class Quantisation:
 
 
 def is_mxfp4(config: Mapping[str, Any]) -> bool:
-    """Tell whether a directory stores its experts in MXFP4 (gpt-oss). That is a form of files
-    alone: `slime.checkpoints.hf_files` reads them as plain weights, which trainer and embedded
-    engine then hold."""
+    """Tell whether a directory stores its experts in MXFP4 (gpt-oss). Only files have this format:
+    `slime.checkpoints.hf_files` reads them as unquantised weights for trainer and embedded
+    engine."""
     settings = config.get("quantization_config")
     return isinstance(settings, Mapping) and settings.get("quant_method") == MXFP4
 
 
 def format_of(config: Mapping[str, Any]) -> str:
-    """Return the words for how a config.json says that weights are quantised, also by a method that
-    is not known here; "" for plain ones.
+    """Describe the quantisation in a config.json, also by an unsupported method; "" if there is
+    none.
 
     Example:
         >>> format_of({"quantization_config": {"quant_method": "awq"}})
@@ -214,7 +211,7 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Quantisation:
         raise _unknown(
             method, f"the targets {group['targets']!r}", "the target Linear, with rules to ignore"
         )
-    _refuse_coarser_rest(settings, group)
+    _refuse_beyond_weights(settings, group)
     scheme = _scheme(weights)
     formats = (
         (None, "pack-quantized")
@@ -225,7 +222,7 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Quantisation:
         ("format", settings, formats),
         ("format", group, formats),
         ("dynamic", weights, (None, False)),
-        # with others the columns stand in another order
+        # other values reorder the columns
         ("actorder", weights, (None, False, "weight", "static")),
         ("symmetric", weights, (None, True, False) if isinstance(scheme, Int4) else (None, True)),
     ):
@@ -278,8 +275,8 @@ def _rules(value: object, method: str) -> tuple[str, ...]:
     raise _unknown(method, f"the rules {value!r} of modules to ignore", "a list of strings")
 
 
-def _refuse_coarser_rest(settings: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    """Refuse settings that go beyond how weights are stored: stored activation scales, a quantised
+def _refuse_beyond_weights(settings: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    """Refuse settings that affect more than stored weights: static activation scales, a quantised
     cache, rotations, sparsity."""
     activations = group.get("input_activations")
     is_int = group["weights"].get("type", "int") == "int"
@@ -318,9 +315,9 @@ def _fp8(settings: Mapping[str, Any]) -> Quantisation:
     return Quantisation("fp8", scheme, _rules(ignore, "fp8"))
 
 
-def _unknown(method: str, there: str, known: str) -> UserError:
+def _unknown(method: str, found: str, supported: str) -> UserError:
     return UserError(
-        f"quantization_config of the method {method} has {there}",
-        why=f"what is known here: {known}",
-        fix="take a model that was quantised so: slime convert hf-to-int4 and hf-to-fp8 make them",
+        f"quantization_config of the method {method} has {found}",
+        why=f"supported: {supported}",
+        fix="use a model in a supported format: slime convert hf-to-int4 and hf-to-fp8 make them",
     )

@@ -8,7 +8,7 @@ from slime.models.decoder import decoder_spec, windows_from_layer
 from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
 
-#: transformers' Qwen2Config, where config.json is silent.
+#: Defaults of transformers' Qwen2Config for fields that config.json lacks.
 _DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
 
 
@@ -16,7 +16,7 @@ def qwen2_spec(config: dict[str, Any], family: str, default_base: float = 10000.
     """Read the decoder of a Qwen2; raises as `decoder_spec`.
 
     Args:
-        default_base: theta where config.json is silent.
+        default_base: default of theta.
     """
     config = {**_DEFAULTS, **config}
     return decoder_spec(

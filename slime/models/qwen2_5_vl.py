@@ -1,8 +1,7 @@
-"""Qwen2.5-VL (``Qwen2_5_VLForConditionalGeneration``): models that also see images, around the
-decoder of Qwen2.
+"""Qwen2.5-VL (``Qwen2_5_VLForConditionalGeneration``): vision models with the decoder of Qwen2.
 
-Published files name the decoder as text models do, and their config.json describes it at the top.
-transformers 5 describes it in ``text_config``.
+Published files name the decoder's tensors like a text model's, and describe the decoder at the top
+level of config.json. transformers 5 describes it in ``text_config``.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from slime.models.qwen_vision import QWEN2_5_TOWER, QWEN2_5_VISION, QWEN_MODULES
 from slime.models.spec import ModelSpec
 from slime.models.table import DENSE_RULES, ModelFamily
 
-#: transformers' Qwen2_5_VLTextConfig, where config.json is silent and Qwen2's differs.
+#: Defaults of transformers' Qwen2_5_VLTextConfig that differ from Qwen2's.
 _DEFAULTS = {"vocab_size": 152064, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}
 _DEFAULT_BASE = 1e6
 _VISION = (r"visual\..*",)
 
 
 def _decoder(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the description of the decoder, from either place of config.json. Files of
-    transformers 4 may say in it that embedding and output layer are tied."""
+    """Return the decoder's config, from either place of config.json. In files of transformers 4,
+    ``tie_word_embeddings`` may be in ``text_config``."""
     if not config.get("text_config"):
         return config
     inner = text_config(config)

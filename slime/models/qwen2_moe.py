@@ -1,5 +1,5 @@
-"""Qwen1.5-MoE and Qwen2-MoE (``Qwen2MoeForCausalLM``): Qwen2's attention, experts behind a softmax
-router, and a shared expert whose output each token weighs with a gate."""
+"""Qwen1.5-MoE and Qwen2-MoE (``Qwen2MoeForCausalLM``): Qwen2's attention, experts with a softmax
+router, and a shared expert with a gate per token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from slime.models.table import (
     is_moe_layer,
 )
 
-#: transformers' Qwen2MoeConfig, where config.json is silent.
+#: Defaults of transformers' Qwen2MoeConfig for fields that config.json lacks.
 _DEFAULTS = {
     "max_position_embeddings": 32768,
     "max_window_layers": 28,
@@ -71,7 +71,7 @@ def _singular(rule: Rule) -> Rule:
     )
 
 
-#: Experts with a shared one that has a gate.
+#: Rules of experts with a gated shared expert.
 GATED_MOE_RULES = (
     *(_singular(rule) for rule in MOE_RULES),
     Rule(

@@ -8,7 +8,7 @@ from slime.models.decoder import decoder_spec, windows_from_layer
 from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
 
-#: transformers' Qwen3Config, where config.json is silent.
+#: Defaults of transformers' Qwen3Config for fields that config.json lacks.
 _DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128}
 
 

@@ -1,9 +1,9 @@
 """Qwen3.5, 3.6 and 3.8, dense: Qwen3-Next's layers, with the projections of gated delta nets in
 four matrices.
 
-Text models (``Qwen3_5ForCausalLM``) have the usual names. Models that also see images
-(``Qwen3_5ForConditionalGeneration``) have their decoder below ``model.language_model`` and describe
-it in ``text_config``.
+Text models (``Qwen3_5ForCausalLM``) have the usual names. Vision models
+(``Qwen3_5ForConditionalGeneration``) have their decoder in ``model.language_model`` and describe it
+in ``text_config``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slime.models.qwen_vision import QWEN3_5_VISION, QWEN3_TOWER, QWEN_MODULES
 from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, MLP_RULES, OUTER_RULES, ModelFamily
 
-#: transformers' Qwen3_5TextConfig, where config.json is silent.
+#: Defaults of transformers' Qwen3_5TextConfig for fields that config.json lacks.
 _DEFAULTS = {
     "vocab_size": 248320,
     "num_key_value_heads": 4,

@@ -14,7 +14,7 @@ from slime.models.qwen_vision import QWEN3_5_VISION, QWEN3_TOWER, QWEN_MODULES
 from slime.models.spec import ModelSpec, require
 from slime.models.table import COMPUTED_BUFFERS, MLP_NORM, OUTER_RULES, ModelFamily, stacked
 
-#: transformers' Qwen3_5MoeTextConfig, where config.json is silent.
+#: Defaults of transformers' Qwen3_5MoeTextConfig for fields that config.json lacks.
 _DEFAULTS = {
     "vocab_size": 248320,
     "num_key_value_heads": 2,

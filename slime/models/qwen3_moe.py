@@ -9,7 +9,7 @@ from slime.models.decoder import decoder_spec, moe_layer_freq, softmax_router, w
 from slime.models.spec import ModelSpec, require
 from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, MOE_RULES, ModelFamily
 
-#: transformers' Qwen3MoeConfig, where config.json is silent.
+#: Defaults of transformers' Qwen3MoeConfig for fields that config.json lacks.
 _DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 4}
 
 
@@ -17,7 +17,7 @@ def qwen3_moe_spec(config: dict[str, Any], family: str, default_base: float = 10
     """Read the decoder of a Qwen3-MoE; raises as `decoder_spec`.
 
     Args:
-        default_base: theta where config.json is silent.
+        default_base: default of theta.
     """
     config = {**_DEFAULTS, **config}
     bias = bool(config.get("attention_bias"))

@@ -1,5 +1,5 @@
-"""Qwen3-Next (``Qwen3NextForCausalLM``): gated delta nets in three of four layers, attention whose
-output is gated in the fourth, norms that multiply by 1 + weight, and Qwen2-MoE's experts."""
+"""Qwen3-Next (``Qwen3NextForCausalLM``): gated delta nets in three of four layers, gated attention
+in the fourth, norms that multiply by 1 + weight, and Qwen2-MoE's experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime.models.qwen2_moe import GATED_MOE_RULES
 from slime.models.spec import ModelSpec, require
 from slime.models.table import COMPUTED_BUFFERS, MLP_RULES, OUTER_RULES, ModelFamily
 
-#: transformers' Qwen3NextConfig, where config.json is silent.
+#: Defaults of transformers' Qwen3NextConfig for fields that config.json lacks.
 _DEFAULTS = {
     "num_key_value_heads": 2,
     "head_dim": 256,

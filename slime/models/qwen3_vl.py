@@ -1,5 +1,5 @@
-"""Qwen3-VL, dense (``Qwen3VLForConditionalGeneration``): models that also see images, around the
-decoder of Qwen3."""
+"""Qwen3-VL, dense (``Qwen3VLForConditionalGeneration``): vision models with the decoder of
+Qwen3."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime.models.qwen_vision import QWEN3_TOWER, QWEN3_VL_VISION, QWEN_MODULES
 from slime.models.spec import ModelSpec
 from slime.models.table import DENSE_RULES, ModelFamily
 
-#: transformers' Qwen3VLTextConfig, where config.json is silent.
+#: Defaults of transformers' Qwen3VLTextConfig for fields that config.json lacks.
 _DEFAULTS = {
     "vocab_size": 151936,
     "num_key_value_heads": 32,

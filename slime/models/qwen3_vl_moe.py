@@ -1,6 +1,5 @@
-"""Qwen3-VL with experts (``Qwen3VLMoeForConditionalGeneration``): models that also see images,
-around the decoder of Qwen3-MoE, whose chosen scores are always normalised. Its experts are stacks
-[experts, in, out]."""
+"""Qwen3-VL with experts (``Qwen3VLMoeForConditionalGeneration``): vision models with the decoder of
+Qwen3-MoE, whose chosen scores are always normalised. Experts are stacked: [experts, in, out]."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from slime.models.rules import Rule
 from slime.models.spec import ModelSpec
 from slime.models.table import DENSE_RULES, MOE_RULES, ModelFamily, stacked
 
-#: transformers' Qwen3VLMoeTextConfig, where config.json is silent.
+#: Defaults of transformers' Qwen3VLMoeTextConfig for fields that config.json lacks.
 _DEFAULTS = {
     "vocab_size": 151936,
     "num_key_value_heads": 16,

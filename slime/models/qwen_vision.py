@@ -1,5 +1,5 @@
-"""The tables of the vision towers of Qwen models: names as transformers' modules have them, nothing
-fused and nothing cut."""
+"""Tables of the vision towers of Qwen models: parameters have the names of transformers' modules,
+and are neither fused nor sharded."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _qwen2_5(rule: Rule) -> Rule:
     return replace(rule, hf=tuple(name.removeprefix("model.") for name in rule.hf_names))
 
 
-#: Norms without biases, a gated MLP, no table of positions.
+#: Norms have no biases, the MLP is gated, and there is no position embedding.
 QWEN2_5_TOWER = tuple(
     map(
         _qwen2_5,

@@ -15,17 +15,17 @@ from slime.models.spec import ModelSpec, QueryScaling, RotaryKind
 def inverse_frequencies(
     dim: int, base: float, scaling: dict[str, Any] | None, max_position_embeddings: int
 ) -> tuple[Tensor, float]:
-    """Rotation per position of each pair of dimensions, and the factor on cos and sin.
+    """Return the rotation per position of each pair of dimensions, and the factor on cos and sin.
 
     Args:
         dim: rotated dimensions per head.
         base: theta.
-        scaling: transformers' scaling dict with "rope_type"; None for plain rotary embedding.
+        scaling: transformers' scaling dict with "rope_type"; None: not scaled.
     Returns:
         (float32 [dim / 2], attention factor).
     Source: Su et al. (arXiv:2104.09864); "llama3": Llama 3.1's reference code; "yarn": Peng et al.
-    (arXiv:2309.00071); "longrope": Ding et al. (arXiv:2402.13753), with the factors of sequences
-    that are no longer than ``original_max_position_embeddings``.
+    (arXiv:2309.00071); "longrope": Ding et al. (arXiv:2402.13753), with the factors for sequences
+    of at most ``original_max_position_embeddings`` tokens.
 
     Example:
         >>> inverse_frequencies(4, 100.0, None, 16)[0].tolist()
@@ -46,8 +46,8 @@ def inverse_frequencies(
 
 
 def layer_frequencies(spec: ModelSpec, kind: RotaryKind) -> tuple[Tensor, float]:
-    """Return what `inverse_frequencies` returns, for the layers of a model that have this rotary
-    embedding. One that turns nothing has frequencies of 0."""
+    """Return the result of `inverse_frequencies` for the layers with this kind of rotary embedding.
+    Without rotation, the frequencies are 0."""
     if kind == "none":
         return torch.zeros(spec.rotary_dim // 2), 1.0
     base = spec.rotary_base
@@ -60,8 +60,8 @@ def layer_frequencies(spec: ModelSpec, kind: RotaryKind) -> tuple[Tensor, float]
 
 
 def frequency_axes(spec: ModelSpec) -> Tensor:
-    """Return which of the three positions of a token turns each pair of dimensions, int64
-    [rotated dimensions / 2], of a model that sees images."""
+    """Return which of a token's three positions rotates each pair of dimensions in a vision model:
+    int64 [rotated dimensions / 2]."""
     assert spec.vision is not None
     return torch.from_numpy(spec.vision.frequency_axes(spec.rotary_dim // 2))
 

@@ -1,5 +1,5 @@
-"""The rule language of the family tables: one kind of Megatron parameter and the Hugging Face
-tensors that it is made of."""
+"""Rules of the family tables: a rule maps one kind of Megatron parameter to Hugging Face
+tensors."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ HF_ATTENTION = HF_LAYER + "self_attn."
 HF_DELTA_NET = HF_LAYER + "linear_attn."
 MLP = MEGATRON_LAYER + "mlp."
 HF_MLP = HF_LAYER + "mlp."
-#: The tower that sees images, with its projector.
+#: Prefix of the vision tower and its projector.
 VISION_MODEL = "vision_model."
 
 LayerCondition = Callable[[ModelSpec, int], bool]
-"""(spec, global layer number) → does the rule apply; layer is -1 for parameters outside the
+"""(spec, global layer number) → whether the rule applies; layer is -1 for parameters outside
 layers."""
 
 Width = str
-"""Name of an axis of a parameter; `slime.models.table.width` gives its size.
+"""Name of an axis of a parameter; `slime.models.table.width` returns its size.
 
-Names of a token mixer's axes are the keys of `slime.models.mixers.TokenMixer.widths`, all others
-stand in `slime.models.table`. "query" and "key" are all heads together, "key" also of values;
-"attended" is the output of attention, before the projection. "delta keys, values" are the queries,
-keys and values of all heads of a gated delta net, "delta value" is one head's.
+Names of a token mixer's axes are the keys of `slime.models.mixers.TokenMixer.widths`; all others
+are in `slime.models.table`. "query" is all query heads; "key" is all key heads, or all value heads.
+"attended" is the output of attention before the projection. "delta keys, values" are the queries,
+keys and values of all heads of a gated delta net; "delta value" is the value of one head.
 """
 Size = Width | int
-"""An axis by its name, or its size where the model does not decide it (the rank of an adapter)."""
+"""An axis by name, or by a size that does not depend on the model (the rank of an adapter)."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of Megatron parameter and the Hugging Face tensors it is made of.
+    """A mapping between one kind of Megatron parameter and Hugging Face tensors.
 
     Attributes:
         megatron: parameter name, or several spellings of it (Transformer Engine fuses norms into
-            the layer behind).
-        hf: one or several tensor names, in the order that ``layout`` wants them. Of experts, names
-            without ``{expert}`` are stacks: their first axis is the experts of the layer, and
-            layout, rows and columns are those of one expert.
-        layout: how the one is made of the others.
-        rows: their first axis; one name for all of them, or one for each.
-        columns: their second axis; None for vectors, several for tensors of more axes.
-        when: where the rule applies; None means always.
-        is_buffer: it is not trained: it has no gradient and no optimizer state.
-        tied_to: for the output layer: the Hugging Face name that takes the place of ``hf`` when
-            embeddings are tied. Then ``hf`` is not expected in checkpoints and not exported.
-        repeated: how many there are, for names with ``{block}``; None: one.
+            the following layer).
+        hf: one or several tensor names, in the order of ``layout``. Names of experts without
+            ``{expert}`` are stacks: their first axis is the experts of the layer, and layout, rows
+            and columns are those of one expert.
+        layout: mapping between the parameter and the tensors.
+        rows: first axis of the tensors; one name for all, or one for each.
+        columns: second axis of the tensors; None for vectors, several for tensors of more axes.
+        when: condition of the rule; None: always.
+        is_buffer: the parameter is not trained: no gradient and no optimizer state.
+        tied_to: for the output layer: the Hugging Face name that replaces ``hf`` if embeddings are
+            tied. ``hf`` is then neither expected in checkpoints nor exported.
+        repeated: number of blocks, for names with ``{block}``; None: one.
     """
 
     megatron: str | tuple[str, ...]
@@ -79,7 +79,7 @@ class Rule:
 
     @property
     def is_stacked(self) -> bool:
-        """Tell whether its tensors are stacks of all experts of a layer."""
+        """Tell whether the tensors are stacks of all experts of a layer."""
         return self.is_expert and "{expert}" not in self.hf_names[0]
 
     @property
@@ -88,17 +88,17 @@ class Rule:
 
     @property
     def is_embedding(self) -> bool:
-        """Tell whether it is the embedding's, or its adapter's."""
+        """Tell whether the rule is of the embedding, or of its adapter."""
         return self.megatron_names[0].startswith("embedding.")
 
     @property
     def is_output(self) -> bool:
-        """Tell whether it is the output layer's, or its adapter's."""
+        """Tell whether the rule is of the output layer, or of its adapter."""
         return self.megatron_names[0].startswith("output_layer.")
 
     @property
     def is_vision(self) -> bool:
-        """Tell whether it belongs to the tower that sees images, or to its projector."""
+        """Tell whether the rule is of the vision tower or its projector."""
         return self.megatron_names[0].startswith(VISION_MODEL)
 
     def blocks(self, spec: ModelSpec) -> range:
@@ -107,8 +107,8 @@ class Rule:
 
     @property
     def is_linear(self) -> bool:
-        """Tell whether its tensors are weights of Linear layers; embeddings, routers and the gates
-        of shared experts, which also have two axes, are not, nor are stacks of experts."""
+        """Tell whether the tensors are weights of Linear layers. Embeddings, routers, gates of
+        shared experts and stacks of experts are not."""
         no_layer = self.is_embedding or self.is_stacked or self.rows in ("experts", 1)
         is_matrix = self.columns is not None and not isinstance(self.columns, tuple)
         return is_matrix and not no_layer

@@ -8,7 +8,7 @@ from slime.models.decoder import decoder_spec
 from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
 
-#: transformers' SeedOssConfig, where config.json is silent.
+#: Defaults of transformers' SeedOssConfig for fields that config.json lacks.
 _DEFAULTS = {
     "attention_bias": True,
     "attention_dropout": 0.1,

@@ -9,7 +9,7 @@ from slime.models.decoder import FULL, SLIDING, decoder_spec, layer_kinds, windo
 from slime.models.spec import ModelSpec, require
 from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
 
-#: transformers' SmolLM3Config, where config.json is silent.
+#: Defaults of transformers' SmolLM3Config for fields that config.json lacks.
 _DEFAULTS = {
     "max_position_embeddings": 32768,
     "num_key_value_heads": 4,
@@ -39,8 +39,8 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def _rotated_layers(config: dict[str, Any]) -> list[bool]:
-    """Read ``no_rope_layers``, which has a 1 for layers with the embedding, or a 0 for each
-    ``no_rope_layer_interval``-th."""
+    """Read ``no_rope_layers``, which has 1 for layers with rotary embedding. By default every
+    ``no_rope_layer_interval``-th layer has none."""
     layers = int(require(config, "num_hidden_layers"))
     marks = config.get("no_rope_layers")
     if marks is None:

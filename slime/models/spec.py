@@ -16,7 +16,7 @@ from slime.errors import UserError
 from slime.models.layouts import DeltaNetSizes
 from slime.models.vision import VisionSpec
 
-#: Kinds of scaling that `slime.models.rotary` computes.
+#: Types of rotary scaling that `slime.models.rotary` supports.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
@@ -32,8 +32,8 @@ one."""
 
 
 class _HeadShape(NamedTuple):
-    """Dimensions of one attention head: those of a query or key without and with position, and
-    those of a value."""
+    """Dimensions of one attention head: of a query or key without and with position, and of a
+    value."""
 
     plain: int
     position: int
@@ -56,10 +56,10 @@ class Rotary:
 
 @dataclass(frozen=True)
 class QueryScaling:
-    """Queries grow with the position p: by the factor 1 + beta · ln(1 + ⌊p / length⌋), which is 1
-    before ``length``.
+    """Queries at position p are multiplied by 1 + beta · ln(1 + ⌊p / length⌋), which is 1 before
+    ``length``.
 
-    Source: Llama 4's attention temperature, as Ministral 3 has it (transformers,
+    Source: Llama 4's attention temperature, as in Ministral 3 (transformers,
     ``modeling_ministral3.py``).
     """
 
@@ -68,47 +68,47 @@ class QueryScaling:
 
 
 RotaryKind = Literal["main", "local", "none"]
-"""Which rotary embedding a layer has: the model's, that of layers with a window, or none."""
+"""Rotary embedding of a layer: the model's, that of layers with a window, or none."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Facts from which the trainer builds the model that a checkpoint describes.
+    """Description of a model's architecture, from which trainer and engine build it.
 
     Attributes:
         family: name of the conversion table ("llama", "qwen2", "qwen3", …).
         transformer: keyword arguments of Megatron's ``TransformerConfig``, plain values.
-            `transformer_kwargs` adds what is an object (the activation function).
-        activation: name of the MLP's activation, "silu" for all gated families.
+            `transformer_kwargs` adds the activation function.
+        activation: name of the MLP's activation in `slime.models.activations`.
         vocab_size: rows of the embedding in the Hugging Face checkpoint.
         padded_vocab_size: rows of the embedding in Megatron, over all tensor-parallel ranks. The
-            surplus rows are zero and no token has their ids: the log-softmax must leave these
-            columns out.
+            extra rows are zero and belong to no token: the log-softmax must leave these columns
+            out.
         rotary_base: theta of the rotary embedding.
-        rotary_percent: share of each head's dimensions that is rotated (of multi-latent attention:
-            of those that carry the position).
+        rotary_percent: rotated fraction of each head's dimensions (in multi-latent attention: of
+            the dimensions with position).
         rotary_scaling: transformers' scaling dict, always with the key "rope_type" ("linear",
-            "llama3", "yarn", …); None for plain rope.
-        layer_rotary: which rotary embedding each layer has; empty: all have the model's.
-        local_rotary: that of the layers marked "local".
-        query_scaling: how queries grow with the position; None: they do not.
-        tie_embeddings: the output layer is the embedding.
-        max_position_embeddings: longest sequence the model was made for.
+            "llama3", "yarn", …); None: not scaled.
+        layer_rotary: kind of rotary embedding per layer; empty: all layers have the model's.
+        local_rotary: rotary embedding of the layers of kind "local".
+        query_scaling: factor of queries by position; None: no factor.
+        tie_embeddings: the output layer shares the embedding's weight.
+        max_position_embeddings: longest sequence that the model supports.
         pre_norms: each layer normalises the inputs of its attention and of its MLP.
         post_norms: each layer normalises the outputs of its attention and of its MLP before they
-            are added (GLM-4).
-        wide_qk_norms: the norms of queries and of keys are over all heads together, not over each.
-        rotates_first: queries and keys are rotated before their norms, not behind them (Hunyuan).
+            are added to the residual stream (GLM-4).
+        wide_qk_norms: a norm of queries or keys spans all heads instead of one.
+        rotates_first: queries and keys are rotated before their norms, not after them (Hunyuan).
         embedding_scale: factor on the embeddings, rounded to their dtype.
         residual_scale: factor on the outputs of attention and MLP before they are added.
         logits_scale: factor on the logits.
-        output_bias, mlp_bias: the projection behind attention, the matrices of dense MLPs have
-            biases.
+        output_bias, mlp_bias: the output projection of attention, and the matrices of dense MLPs,
+            have biases.
         expert_biases: routers and the matrices of routed experts have biases.
-        normalised_scores: a router divides the scores of the experts that it chose by their sum.
-        num_mtp_layers: layers for multi-token prediction that a checkpoint has behind the
-            decoder's; not trained.
-        vision: the tower that sees images; None where text alone is read.
+        normalised_scores: a router divides the scores of the chosen experts by their sum.
+        num_mtp_layers: multi-token-prediction layers of a checkpoint, numbered after the decoder's
+            layers; not trained.
+        vision: the vision tower; None if the run reads only text.
     """
 
     family: str
@@ -143,8 +143,8 @@ class ModelSpec:
             object.__setattr__(self, "padded_vocab_size", self.vocab_size)
 
     def padded(self, tensor_parallel_size: int, divisible_by: int = 1) -> ModelSpec:
-        """Return the same model with the vocabulary padded so that every tensor-parallel rank gets
-        equally many rows.
+        """Return the model with the vocabulary padded to a multiple of ``tensor_parallel_size`` ×
+        ``divisible_by``.
 
         Example:
             >>> spec.vocab_size, spec.padded(4).padded_vocab_size
@@ -154,8 +154,8 @@ class ModelSpec:
         return dataclasses.replace(self, padded_vocab_size=-(-self.vocab_size // unit) * unit)
 
     def transformer_kwargs(self) -> dict[str, Any]:
-        """All keyword arguments for ``TransformerConfig`` that describe the architecture (imports
-        torch)."""
+        """Keyword arguments of ``TransformerConfig`` that describe the architecture. Imports
+        torch."""
         from slime.models.activations import ACTIVATIONS
 
         return {**self.transformer, "activation_func": ACTIVATIONS[self.activation]}
@@ -204,8 +204,8 @@ class ModelSpec:
 
     @property
     def rotary_interleaved(self) -> bool:
-        """Tell whether a rotated pair is two neighbours, not two dimensions half of the rotated
-        part apart."""
+        """Tell whether neighbouring dimensions are rotated as pairs, instead of the first against
+        the second half."""
         return self.is_mla or bool(self.transformer.get("rotary_interleaved"))
 
     @property
@@ -220,20 +220,20 @@ class ModelSpec:
         return self.head_dim**-0.5 if given is None else float(given)
 
     def rotary_kind(self, layer: int) -> RotaryKind:
-        """Return which rotary embedding a layer (global, from 0) has."""
+        """Return the kind of rotary embedding of a layer (global, from 0)."""
         return self.layer_rotary[layer] if self.layer_rotary else "main"
 
     @property
     def rotary_kinds(self) -> tuple[RotaryKind, ...]:
-        """The kinds that some layer has, each once."""
+        """Kinds of rotary embedding in the model, each once."""
         return tuple(dict.fromkeys(self.layer_rotary)) or ("main",)
 
     def window(self, layer: int) -> int | None:
-        """Return how many tokens a token of a layer (global, from 0) sees, itself included; None:
-        all before it.
+        """Return the attention window of a layer (global, from 0) in tokens, including the token
+        itself; None: no window.
 
-        Megatron's ``window_size`` counts the others, and its ``window_attn_skip_freq`` has a 1 for
-        each layer with the window.
+        Megatron's ``window_size`` does not count the token itself; its ``window_attn_skip_freq``
+        has 1 for each layer with the window.
         """
         size = self.transformer.get("window_size")
         if size is None or not self.transformer["window_attn_skip_freq"][layer]:
@@ -242,9 +242,8 @@ class ModelSpec:
 
     @property
     def longest_sequence(self) -> int | None:
-        """Longest sequence whose rotary embedding is computed here; None: any.
-
-        Models with longrope change all frequencies for sequences that are longer.
+        """Longest sequence that the rotary embedding supports; None: any. With longrope, longer
+        sequences would need other frequencies.
         """
         scaling = self.rotary_scaling or {}
         if scaling.get("rope_type") != "longrope":
@@ -266,7 +265,7 @@ class ModelSpec:
 
     @property
     def has_sinks(self) -> bool:
-        """Tell whether each head has a learned score that no token has (an attention sink)."""
+        """Tell whether each head has a learned score besides those of tokens (attention sink)."""
         return self.transformer.get("softmax_type") == "learnable"
 
     @property
@@ -274,8 +273,8 @@ class ModelSpec:
         return int(self.transformer.get("num_moe_experts") or 0)
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Tell whether a layer (global, from 0) has experts, by Megatron's ``moe_layer_freq``: a
-        0/1 per layer, or every n-th.
+        """Tell whether a layer (global, from 0) has experts, by Megatron's ``moe_layer_freq``: 0 or
+        1 per layer, or an interval.
 
         Example (one dense layer first, as in DeepSeek-V3-like models):
             >>> spec.transformer["moe_layer_freq"], spec.is_moe_layer(0), spec.is_moe_layer(1)
@@ -288,10 +287,10 @@ class ModelSpec:
 
 
 def check_trainable(spec: ModelSpec) -> None:
-    """Refuse models that engines can run and the trainer cannot train.
+    """Refuse models that engines can run but the trainer cannot train.
 
     Raises:
-        UserError: a router whose weights have no gradient.
+        UserError: the router's weights would have no gradient.
     """
     if (
         spec.num_experts
@@ -306,19 +305,19 @@ def check_trainable(spec: ModelSpec) -> None:
         )
 
 
-#: Settings that change neither a weight nor the model's output in evaluation.
+#: Settings that affect neither weights nor outputs in evaluation.
 _WITHOUT_EFFECT = ("attention_dropout", "hidden_dropout")
 
 
 def check_same_model(spec: ModelSpec, other: ModelSpec, directory: Path) -> None:
-    """Refuse weights of another architecture than --hf-checkpoint: they may fit it by name and
-    shape and would be computed with wrongly.
+    """Refuse weights of another architecture than --hf-checkpoint, which may fit by name and shape
+    but would give wrong results.
 
     Args:
         spec: of --hf-checkpoint.
-        other: of ``directory``, whose weights are to be loaded into it.
+        other: of ``directory``, whose weights are loaded into the model.
     Raises:
-        UserError: names what differs, e.g. the rotary base, with both values.
+        UserError: names the differing settings, e.g. the rotary base, with both values.
     """
     facts = (
         "family",
@@ -351,16 +350,16 @@ def check_same_model(spec: ModelSpec, other: ModelSpec, directory: Path) -> None
         raise UserError(
             f"{directory} is another model than --hf-checkpoint",
             why="; ".join(differing),
-            fix="its weights would be computed with as --hf-checkpoint says: pass a directory of "
-            "the same architecture, or --hf-checkpoint with the one that the weights belong to",
+            fix="pass a directory of the same architecture, or --hf-checkpoint with the "
+            "architecture of these weights",
         )
 
 
 def read_hf_config(source: HfConfig) -> dict[str, Any]:
-    """The config as a plain dict, whatever form it comes in.
+    """Return the config as a dict.
 
     Raises:
-        UserError: no config.json there, or not valid JSON.
+        UserError: config.json is missing or is not valid JSON.
     """
     if isinstance(source, Mapping):
         return dict(source)
@@ -390,8 +389,8 @@ def read_hf_config(source: HfConfig) -> dict[str, Any]:
 
 
 def named_dtype(config: Mapping[str, Any]) -> str:
-    """Return the dtype that config.json names for its weights, in the spelling of transformers 5 or
-    of earlier versions; "" if it names none.
+    """Return the dtype of weights that config.json names, under the key of transformers 5 or of
+    earlier versions; "" if it names none.
 
     Example:
         >>> named_dtype({"torch_dtype": "torch.bfloat16"})
@@ -401,10 +400,10 @@ def named_dtype(config: Mapping[str, Any]) -> str:
 
 
 def require(config: dict[str, Any], key: str) -> Any:
-    """Return a field that has no sensible default.
+    """Return a required field.
 
     Raises:
-        UserError: it is not there.
+        UserError: the field is missing.
     """
     if config.get(key) is None:
         raise UserError(
@@ -416,8 +415,11 @@ def require(config: dict[str, Any], key: str) -> Any:
 
 
 def refuse(config: dict[str, Any], key: str, reason: str) -> None:
-    """Raise for a setting that is on and cannot be honoured: ignoring it would train a different
-    model."""
+    """Refuse an unsupported setting that is on, because ignoring it would train another model.
+
+    Raises:
+        UserError: the setting is on.
+    """
     if config.get(key):
         raise UserError(
             f"the model's config.json sets {key} to {config[key]!r}, which cannot be trained "
@@ -430,16 +432,15 @@ def refuse(config: dict[str, Any], key: str, reason: str) -> None:
 def rotary_settings(
     config: Mapping[str, Any], default_base: float = 10000.0, default_percent: float = 1.0
 ) -> tuple[float, float, dict[str, Any] | None]:
-    """(base, percent, scaling) of the rotary embedding, from either spelling.
+    """Return (base, percent, scaling) of the rotary embedding.
 
     transformers ≤ 4 writes ``rope_theta`` and ``rope_scaling`` (with "type" or "rope_type"),
-    transformers 5 one ``rope_parameters``. A value that stands in several places must be the same
-    in all of them: a ``rope_scaling`` that someone adds to a config in the new spelling is what
-    transformers takes, and would be lost here.
+    transformers 5 writes ``rope_parameters``. A value in several places must be the same in all of
+    them: if a user adds ``rope_scaling`` to a config of transformers 5, transformers uses it.
 
     Raises:
         UserError: two places contradict each other, the scaling is not supported or lacks a field,
-            or there is an embedding per kind of layer.
+            or there is a rotary embedding per kind of layer.
 
     Example:
         >>> rotary_settings({"rope_theta": 1e6, "rope_scaling": None})
@@ -464,7 +465,7 @@ def rotary_settings(
         raise UserError(
             "the model config contradicts itself on rotary scaling",
             why=f"rope_scaling is {old}, rope_parameters is {new}",
-            fix="keep one of the two: in rope_parameters, rope_theta stands beside the fields of "
+            fix="keep one of the two; rope_parameters holds rope_theta and the fields of "
             "rope_scaling",
         )
     return (
@@ -481,8 +482,12 @@ def _agreed(
     key: str,
     meaning: str,
 ) -> float | None:
-    """Return the one value of a field that may stand at the top, in ``rope_parameters`` and in
-    ``rope_scaling``."""
+    """Return the value of a field that may be at the top level, in ``rope_parameters`` or in
+    ``rope_scaling``.
+
+    Raises:
+        UserError: the places have different values.
+    """
     places = {key: config, f"rope_parameters.{key}": new, f"rope_scaling.{key}": old}
     found = {
         place: float(values[key]) for place, values in places.items() if values.get(key) is not None
@@ -491,12 +496,12 @@ def _agreed(
         raise UserError(
             f"the model config contradicts itself on {meaning}",
             why=", ".join(f"{place} is {value:g}" for place, value in found.items()),
-            fix="correct config.json; the model card tells which one it was trained with",
+            fix="correct config.json; see the model card for the right value",
         )
     return next(iter(found.values()), None)
 
 
-#: Fields without which a kind of scaling means nothing.
+#: Type of rotary scaling → required fields.
 _NEEDED_TO_SCALE = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -506,15 +511,14 @@ _NEEDED_TO_SCALE = {
 
 
 def _scaling(settings: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Keep only the fields that scale, under the names of transformers 5; None for plain rope.
+    """Return only the fields of scaling, with the names of transformers 5; None without scaling.
 
-    llama3, yarn and longrope know the length that the model was made for:
-    ``original_max_position_embeddings``, here or at the top of the config, else
-    ``max_position_embeddings``. The factor of longrope is the ratio of the two, if none is given.
+    llama3, yarn and longrope need the model's original length:
+    ``original_max_position_embeddings``, in the settings or at the top level, else
+    ``max_position_embeddings``. The default factor of longrope is the ratio of the two lengths.
 
     Raises:
-        UserError: a kind of scaling that trainer and embedded engine do not compute, or a field is
-            missing.
+        UserError: the type of scaling is not supported, or a field is missing.
     """
     scaling = {
         key: value
@@ -548,6 +552,6 @@ def _scaling(settings: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
         if trained is not None:
             scaling[key] = int(trained)
     if kind == "longrope":
-        most = require(dict(config), "max_position_embeddings")
-        scaling["factor"] = float(scaling.get("factor") or most / scaling[key])
+        longest = require(dict(config), "max_position_embeddings")
+        scaling["factor"] = float(scaling.get("factor") or longest / scaling[key])
     return scaling

@@ -1,5 +1,4 @@
-"""One conversion table per model family, read in both directions, and the rules that families
-share.
+"""Conversion tables of model families, used in both directions, and rules that families share.
 
     RULES = (
         Rule(
@@ -15,12 +14,11 @@ share.
 
 ``{layer}`` and ``{expert}`` are global numbers on both sides; `slime.checkpoints.megatron_names`
 turns a rank's local numbers into global ones. Rows and columns are names of
-`slime.models.rules.Width`. Everything else follows from the table: which slice a rank reads and how
-pieces are gathered, the names and shapes of a checkpoint, what the embedded engine builds, how many
-parameters a rank holds (`slime.memory`), what a token costs (`slime.models.flops`).
+`slime.models.rules.Width`. From the table follow the slices that a rank reads, how pieces are
+gathered, the names and shapes of a checkpoint, the embedded engine's model, the parameters of a
+rank (`slime.memory`), and FLOPs (`slime.models.flops`).
 
-Importing the tables imports no torch: the launch compares a directory with them before anything
-heavy starts.
+Importing the tables imports no torch, as the launch compares a directory with them early.
 """
 
 from __future__ import annotations
@@ -89,7 +87,7 @@ def _vision(spec: ModelSpec) -> VisionSpec:
 
 
 def width(spec: ModelSpec, name: Size) -> int:
-    """Return the size of an axis, by the name that the rules give it."""
+    """Return the size of an axis by its name in rules."""
     if isinstance(name, int):
         return name
     if name in _WIDTHS:
@@ -100,8 +98,7 @@ def width(spec: ModelSpec, name: Size) -> int:
 
 
 def shapes_of(rule: Rule, spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the Hugging Face tensors of a rule, in their order; of stacks, those of one
-    expert."""
+    """Shapes of the Hugging Face tensors of a rule, in their order; for stacks, of one expert."""
     rows = rule.rows if isinstance(rule.rows, tuple) else (rule.rows,) * len(rule.hf_names)
     columns = rule.columns if isinstance(rule.columns, tuple) else (rule.columns,)
     others = [width(spec, name) for name in columns if name is not None]
@@ -109,20 +106,20 @@ def shapes_of(rule: Rule, spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
 
 
 Cut = Literal["none", "tensor", "expert", "experts alone"]
-"""What divides a parameter: nothing, tensor parallelism, expert and expert tensor parallelism, or
-expert parallelism alone."""
+"""What shards a parameter: nothing, tensor parallelism, expert and expert tensor parallelism, or
+only expert parallelism."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One Megatron parameter that a rule makes in one layer. All experts of a layer count as one,
-    and so do all blocks of a tower.
+    """One Megatron parameter of a rule in one layer. It stands for all experts of the layer, or for
+    all blocks of a tower.
 
     Attributes:
-        name: Megatron's, by its first spelling, with the global layer number.
-        shapes: whole, of the Hugging Face tensors; of one expert.
-        count: how often: the experts of a layer, the blocks of a tower, else 1.
-        padding: entries of the rows that fill a vocabulary up.
+        name: Megatron's name, in its first spelling, with the global layer number.
+        shapes: full shapes of the Hugging Face tensors, of one expert or block.
+        count: number of experts of the layer, or of blocks of the tower, else 1.
+        padding: entries of the rows that pad the vocabulary.
     """
 
     rule: Rule
@@ -142,7 +139,7 @@ class Parameter:
 
     @property
     def is_output(self) -> bool:
-        """The output layer, which is the embedding where these are tied."""
+        """Whether it is the output layer, which may share the embedding's weight."""
         return self.rule.is_output
 
     @property
@@ -159,12 +156,11 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Match:
-    """A rule with its numbers filled in.
+    """A rule for a layer and an expert.
 
     Attributes:
         sources: Hugging Face names to load from, in the layout's order.
-        exports: names to write to; empty for a parameter that is a copy of another one (tied output
-            layer).
+        exports: names to write to; empty for a tied output layer.
     """
 
     rule: Rule
@@ -181,18 +177,17 @@ class ModelFamily:
     Attributes:
         name: short name, also accepted by ``--model-name``.
         model_types: values of ``model_type`` in config.json.
-        architectures: class names accepted when ``model_type`` is something else.
+        architectures: class names accepted if no family has the ``model_type``.
         rules: the table.
-        make_spec: plain config dict → ModelSpec; raises UserError for settings that cannot be
-            honoured.
-        ignored: regular expressions (full match) of Hugging Face tensors that this family does not
-            use; counted, not loaded. A group named ``mtp_layer`` must be the number of one of the
-            layers for multi-token prediction that follow the decoder's.
-        carried: regular expressions of those of them that an export copies from the model that it
-            started from, since whoever loads it expects them.
-        fused: Linear layers that an engine concatenates as it loads them; a weight push keeps them
+        make_spec: config dict → ModelSpec; raises UserError for unsupported settings.
+        ignored: regular expressions (full match) of Hugging Face tensors that are not loaded. A
+            group named ``mtp_layer`` must match the number of a multi-token-prediction layer after
+            the decoder's layers.
+        carried: regular expressions of ignored tensors that an export copies from the initial
+            model, because other software expects them.
+        fused: Linear layers that an engine concatenates while loading; a weight push keeps them
             together.
-        vision: the tower that sees images, if the table has it.
+        vision: the vision tower, if the table includes it.
         modules: how transformers names the modules.
     """
 
@@ -211,8 +206,8 @@ class ModelFamily:
         """Read the architecture from a config (dict, transformers config, file or directory).
 
         Raises:
-            UserError: a setting that this family cannot honour, a field that is not there, or a
-                tower that is to see images and is not implemented.
+            UserError: a setting is not supported, a field is missing, or the run has images and the
+                family has no implemented vision tower.
         """
         config = read_hf_config(hf_config)
         spec = self.make_spec(config)
@@ -221,9 +216,9 @@ class ModelFamily:
         if self.vision is None:
             raise UserError(
                 f"images cannot be trained with models of the family {self.name}",
-                why="it has no tower that sees them, or one that is not implemented: such models "
-                "are trained on text alone",
-                fix="leave --multimodal-keys out, or take Qwen3-VL",
+                why="the family has no vision tower, or one that is not implemented: its models "
+                "are trained only on text",
+                fix="leave --multimodal-keys out, or use Qwen3-VL",
             )
         return replace(spec, vision=read_vision(config, self.vision, spec.hidden_size))
 
@@ -231,7 +226,7 @@ class ModelFamily:
         """Read the architecture of a model that Megatron can train.
 
         Raises:
-            UserError: as `describe`; biases or a router that Megatron has no place for.
+            UserError: as `describe`, or the router cannot be trained.
         """
         spec = self.describe(hf_config)
         check_trainable(spec)
@@ -243,21 +238,20 @@ class ModelFamily:
         return any(rule.is_stacked for rule in self.rules)
 
     def load_groups(self, spec: ModelSpec) -> LoadGroups:
-        """Return the groups of tensors that an engine must be given in one load call."""
+        """Return the groups of tensors that an engine must receive in one load call."""
         return LoadGroups(self.fused, spec)
 
     def parameters(
         self, spec: ModelSpec, layers: Iterable[int], *, first: bool = True, last: bool = True
     ) -> Iterator[Parameter]:
-        """Iterate over the parameters of a pipeline stage, uncut, without buffers.
+        """Iterate over the parameters of a pipeline stage, unsharded, without buffers.
 
-        A tied model has its embedding once, or, in stages, in the last one again as the output
-        layer.
+        A tied embedding is listed once, and again as the output layer if that is in another stage.
 
         Args:
-            layers: of the stage, by global number.
+            layers: global numbers of the stage's layers.
             first: the stage has the embedding.
-            last: it has the final norm and the output layer.
+            last: the stage has the final norm and the output layer.
         """
         rules = [rule for rule in self.rules if not rule.is_buffer]
         places = [(rule, -1) for rule in rules if not rule.is_of_layer]
@@ -283,7 +277,7 @@ class ModelFamily:
                 yield found
 
     def match_megatron(self, name: str, spec: ModelSpec) -> Match | None:
-        """The rule for a Megatron parameter name with global numbers; None when the table has none.
+        """Find the rule for a Megatron parameter name with global numbers; None if there is none.
 
         Example:
             >>> LLAMA.match_megatron("decoder.layers.3.mlp.linear_fc2.weight", spec).sources
@@ -300,12 +294,11 @@ class ModelFamily:
         return None
 
     def expected_hf_names(self, spec: ModelSpec) -> Iterator[str]:
-        """Iterate over the names of every tensor that a complete checkpoint of this model has,
-        layer by layer."""
+        """Iterate over the names of all tensors of a complete checkpoint, layer by layer."""
         return (name for name, _ in self.hf_tensors(spec))
 
     def hf_tensors(self, spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Iterate over (name, shape) of every tensor that a complete checkpoint has."""
+        """Iterate over (name, shape) of all tensors of a complete checkpoint."""
         places = [(rule, -1) for rule in self.rules if not rule.is_of_layer]
         places += [
             (rule, layer)
@@ -325,8 +318,8 @@ class ModelFamily:
                         yield from zip(_filled(rule, numbers, spec).exports, shapes)
 
     def match_hf(self, hf_name: str) -> tuple[Rule, dict[str, int]] | None:
-        """Find the rule of a Hugging Face name, whether or not its layer has it, and the numbers in
-        the name.
+        """Find the rule of a Hugging Face name, even if it does not apply to the layer, and the
+        numbers in the name.
 
         Example:
             >>> LLAMA.match_hf("model.layers.3.mlp.down_proj.weight")[1]
@@ -346,8 +339,8 @@ class ModelFamily:
         )
 
     def is_ignored(self, hf_name: str, spec: ModelSpec) -> bool:
-        """Tell whether a tensor is known to be unused: listed in ``ignored``, or the output layer
-        of a tied model."""
+        """Tell whether a tensor is known and not loaded: it matches ``ignored``, or is the output
+        layer of a tied model."""
         if spec.tie_embeddings and any(
             rule.tied_to and hf_name in rule.hf_names for rule in self.rules
         ):
@@ -378,7 +371,7 @@ def _filled(rule: Rule, numbers: dict[str, int], spec: ModelSpec) -> Match:
     return Match(rule, layer, expert, sources=names, exports=names)
 
 
-# -- what decoders share ---------------------------------------------------------------------------
+# -- shared rules of decoders ----------------------------------------------------------------------
 
 OUTER_RULES = (
     Rule("embedding.word_embeddings.weight", "model.embed_tokens.weight", VOCAB, "vocab", "hidden"),
@@ -433,7 +426,7 @@ _MLP_MATRICES = (
 )
 MLP_RULES = (MLP_NORM, *_MLP_MATRICES)
 
-#: The same, where a checkpoint has gate and up in one tensor.
+#: `MLP_RULES` for checkpoints with gate and up in one tensor.
 STACKED_MLP_RULES = (
     MLP_NORM,
     Rule(
@@ -463,9 +456,8 @@ _EXPERTS = MLP + "experts."
 _HF_EXPERTS = HF_MLP + "experts.{expert}."
 _SHARED = HF_MLP + "shared_experts."
 
-#: Checkpoints hold one tensor per expert and projection (transformers 5 fuses them in its modules
-#: only, and writes them apart); so do the engines' loaders. Router bias and shared experts where
-#: the spec says so.
+#: Checkpoints and engines' loaders have one tensor per expert and projection (transformers 5 fuses
+#: them only in memory). Rules of router bias and shared experts apply if the spec has them.
 MOE_RULES = (
     Rule(
         MLP + "router.weight", HF_MLP + "gate.weight", REPLICATED, "experts", "hidden", is_moe_layer
@@ -504,7 +496,7 @@ MOE_RULES = (
 
 
 def stacked(rule: Rule) -> Rule:
-    """Return the same rule for a stack of experts, gate rows above up rows."""
+    """Return the rule for stacked experts, with gate rows before up rows."""
     if not rule.is_expert:
         return rule
     if len(rule.hf_names) == 1:
@@ -520,7 +512,7 @@ def stacked(rule: Rule) -> Rule:
 #: Rules of a decoder whose layers are all dense.
 DENSE_RULES = OUTER_RULES + GROUPED_ATTENTION.rules + MLP_RULES
 
-#: The same, with norms behind attention and MLP, and in front of them where the spec says so.
+#: `DENSE_RULES` with norms after attention and MLP, and before them if the spec has these.
 POST_NORM_RULES = (
     *OUTER_RULES,
     *GROUPED_ATTENTION.rules,
@@ -538,10 +530,10 @@ POST_NORM_RULES = (
     ),
 )
 
-#: Layers for multi-token prediction, numbered on from the decoder's.
+#: Multi-token-prediction layers, numbered after the decoder's layers.
 MTP_LAYERS = (r"model\.layers\.(?P<mtp_layer>\d+)\..*",)
 
-#: Buffers that old checkpoints carry although they are computed.
+#: Buffers in old checkpoints, which are computed instead of loaded.
 COMPUTED_BUFFERS = (
     r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
     r"model\.rotary_emb\.inv_freq",

@@ -1,4 +1,4 @@
-"""The vision tower as a module: transformers' own, for the trainer and for the embedded engine."""
+"""The vision tower as transformers' module, for the trainer and for the embedded engine."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from slime.models.vision import VisionSpec
 
 def build_tower(vision: VisionSpec, dtype: torch.dtype, recompute: bool = False) -> nn.Module:
     """Build tower and projector with the names of transformers' modules, on the CPU, in evaluation
-    mode. Their parameters hold random numbers until weights are loaded.
+    mode, with random parameters.
 
     Args:
-        recompute: blocks keep their inputs alone for the backward pass, and compute the rest again.
+        recompute: blocks keep only their inputs for the backward pass, and recompute the rest.
     """
     import transformers
 
     settings = {key: value for key, value in vision.config.items() if key != "model_type"}
     module: Any = pkgutil.resolve_name(vision.kind.module)
     config = module.config_class(**settings)
-    # older versions do not know it
+    # older versions of transformers do not register it
     transformers.AutoModel.register(module.config_class, module, exist_ok=True)
     make: Any = transformers.AutoModel.from_config
     tower: Any = make(config, dtype=dtype, attn_implementation="sdpa")
@@ -39,21 +39,21 @@ def build_tower(vision: VisionSpec, dtype: torch.dtype, recompute: bool = False)
 
 
 def _embed_patches(convolution: nn.Conv3d, pixels: Tensor) -> Tensor:
-    """Return the convolution of patches [patches, numbers] as a product of matrices.
+    """Compute the convolution of patches [patches, values] as a matrix product.
 
-    A patch has the size of the kernel, so that both are the same sum. torch convolves in bfloat16
-    without a fast kernel on some GPUs and with none on a CPU.
+    Both are the same sum, as a patch has the size of the kernel. torch has no fast bfloat16
+    convolution on some GPUs, and none on CPUs.
     """
     weight = convolution.weight
     return F.linear(pixels.to(weight.dtype), weight.flatten(1), convolution.bias)
 
 
 def see(tower: nn.Module, pixels: Tensor, grids: Tensor) -> Tensor:
-    """Compute the features of images, [tokens, (1 + levels) * hidden]: what takes the place of a
-    placeholder's embedding, and what is added behind the first decoder layers.
+    """Compute the features of images, [tokens, (1 + levels) * hidden]: the embeddings that replace
+    placeholders, and the features that are added after the first decoder layers.
 
     Args:
-        pixels: [patches, numbers per patch], image after image.
+        pixels: [patches, values per patch], image after image.
         grids: int64 [images, 3], frames, rows and columns of patches.
     """
     weight = next(tower.parameters())

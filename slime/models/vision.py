@@ -1,8 +1,8 @@
-"""The tower that sees images: what a config says of it, and the positions that its images have.
+"""The vision tower: its settings in a config, and the positions of image tokens.
 
-A run trains and serves the tower if it reads images (``--multimodal-keys``); else the text part
-alone, and an export carries the tower along. `seeing` marks the config of a model that sees, so
-that everything that is built from the config agrees.
+A run trains and serves the tower if it reads images (``--multimodal-keys``). Otherwise it trains
+only the text part, and exports copy the tower. `seeing` marks a config whose tower is built, for
+all code that builds from the config.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MARK = "slime_sees_images"
 
 
 class ImageSpan(NamedTuple):
-    """An image among tokens: ``rows * columns`` placeholder tokens from ``start`` on."""
+    """The placeholder tokens of an image: ``rows * columns`` tokens from ``start`` on."""
 
     start: int
     rows: int
@@ -34,22 +34,22 @@ class ImageSpan(NamedTuple):
 
 
 class ImageError(ValueError):
-    """Data that is no image, or one that the model cannot take; says why."""
+    """Data is no image, or an image that the model does not support; the message says why."""
 
 
 @dataclass(frozen=True)
 class VisionKind:
-    """The facts about a family's tower that its config.json does not tell.
+    """Facts about a family's vision tower that are not in config.json.
 
     Attributes:
         module: transformers' class of tower and projector.
         names: regular expression (full match) of its Hugging Face tensors.
-        interleaved: time, row and column take turns among the rotary frequencies; else each has a
-            run of them.
-        sections: where config.json is silent.
-        has_levels: features of inner blocks are added behind the first decoder layers.
-        kept: how many times a block keeps a patch for its backward pass, as wide as its hidden
-            states and as those within its MLP. Measured.
+        interleaved: time, row and column alternate among the rotary frequencies; otherwise each has
+            a contiguous section.
+        sections: default of ``mrope_section``.
+        has_levels: features of inner blocks are added after the first decoder layers (DeepStack).
+        kept: activations that a block keeps per patch for its backward pass, in multiples of its
+            hidden size and of its MLP's inner size. Measured.
     """
 
     module: str
@@ -67,9 +67,9 @@ class VisionSpec:
     Attributes:
         kind: of its family.
         config: ``vision_config`` of config.json.
-        image_token: id of the placeholder, of which an image has one per merged patch.
-        start_token, end_token: ids of the tokens before and behind an image.
-        sections: how many of the rotary frequencies turn by an image's time, row and column.
+        image_token: id of the placeholder; an image has one placeholder per merged patch.
+        start_token, end_token: ids of the tokens before and after an image.
+        sections: number of rotary frequencies for time, row and column.
     """
 
     kind: VisionKind
@@ -98,7 +98,7 @@ class VisionSpec:
 
     @property
     def num_positions(self) -> int:
-        """Rows of the table of learned positions."""
+        """Rows of the learned position embedding."""
         return int(self.config.get("num_position_embeddings", 2304))
 
     @property
@@ -107,7 +107,7 @@ class VisionSpec:
 
     @property
     def frames(self) -> int:
-        """Frames that a patch is made of; a still image is repeated."""
+        """Frames per patch; a still image is repeated."""
         return int(self.config.get("temporal_patch_size", 2))
 
     @property
@@ -116,25 +116,25 @@ class VisionSpec:
 
     @property
     def merge_size(self) -> int:
-        """A token stands for so many patches in each direction."""
+        """Patches per token in each direction."""
         return int(self.config.get("spatial_merge_size", 2))
 
     @property
     def merged_size(self) -> int:
-        """Numbers of the patches that become one token."""
+        """Width of the concatenated patches of one token."""
         return self.hidden_size * self.merge_size**2
 
     @property
     def num_levels(self) -> int:
-        """Decoder layers, from the first on, behind which features of inner blocks are added."""
+        """Number of first decoder layers after which features of inner blocks are added."""
         if not self.kind.has_levels:
             return 0
         given = self.config.get("deepstack_visual_indexes")
         return len((8, 16, 24) if given is None else given)
 
     def frequency_axes(self, count: int) -> np.ndarray:
-        """Return which of time (0), row (1) and column (2) turns each of ``count`` frequencies.
-        Interleaved ones take turns for as long as their section lasts, then the rest turns by time.
+        """Return which of time (0), row (1) and column (2) each of ``count`` frequencies uses. If
+        interleaved, they alternate while the sections last, and the rest uses time.
 
         Example:
             >>> kind = VisionKind("", (2, 1, 1))
@@ -150,14 +150,13 @@ class VisionSpec:
 
 
 def frozen_parts(*, tower: bool, projector: bool) -> tuple[str, ...]:
-    """Return regular expressions (re.search) of Megatron's names of the parts that are not
-    trained."""
+    """Return regular expressions (re.search) of Megatron's names of frozen parts."""
     parts = ((tower, r"^vision_model\.(?!.*merger)"), (projector, r"^vision_model\..*merger"))
     return tuple(pattern for is_frozen, pattern in parts if is_frozen)
 
 
 def seeing(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parsed config.json whose model is built with the tower."""
+    """Mark a parsed config.json: its model is built with the vision tower."""
     return {**config, _MARK: True}
 
 
@@ -167,7 +166,7 @@ def sees(config: Mapping[str, Any]) -> bool:
 
 
 def placeholder_runs(tokens: Sequence[int], vision: VisionSpec) -> list[tuple[int, int]]:
-    """Return (start, length) of each run of placeholders that follows the token before an image.
+    """Return (start, length) of each run of placeholders after a start-of-image token.
 
     Example:
         >>> vision = VisionSpec(VisionKind("", (2, 1, 1)), {}, 9, 1, 2, (2, 1, 1))
@@ -185,10 +184,10 @@ def placeholder_runs(tokens: Sequence[int], vision: VisionSpec) -> list[tuple[in
 
 
 def one_placeholder_each(tokens: Sequence[int], vision: VisionSpec) -> list[int]:
-    """Return the tokens with a single placeholder for each image, as engines take them.
+    """Return the tokens with a single placeholder per image, for engines.
 
-    SGLang keeps the tokens of a request only if each image has one placeholder. It decodes all
-    others to text and tokenises that anew, which may give other tokens.
+    SGLang uses the tokens of a request only if each image has one placeholder. Otherwise it decodes
+    and tokenises them again, which may give other tokens.
 
     Example:
         >>> vision = VisionSpec(VisionKind("", (2, 1, 1)), {}, 9, 1, 2, (2, 1, 1))
@@ -206,11 +205,11 @@ def one_placeholder_each(tokens: Sequence[int], vision: VisionSpec) -> list[int]
 def rotary_positions(length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
     """Return the positions of tokens in time, row and column, int64 [3, length].
 
-    Text counts on in all three. The tokens of an image share one time; its rows and columns count
-    from there, and the text behind it goes on after the larger of the two.
+    The three positions of a text token are equal. The tokens of an image share one time; rows and
+    columns count from it, and text after the image continues after the larger of the two.
 
     Args:
-        spans: in order.
+        spans: images in order.
 
     Source: Wang et al., Qwen2-VL (arXiv:2409.12191), section 2.1.
 

@@ -1,8 +1,8 @@
-"""``--ci-test`` and ``--ci-save-grad-norm``, ``--ci-load-grad-norm``: what the reference system's
-CI asserts of a step.
+"""``--ci-test``, ``--ci-save-grad-norm`` and ``--ci-load-grad-norm``: the checks of a step that the
+reference system's CI makes.
 
-Where its assertions compare with 0, they allow 1e-8; gradient norms may differ by 1 % or 0.01,
-whichever is more.
+A metric that must be 0 may reach 1e-8; gradient norms may differ by 1 % or 0.01, whichever is
+larger.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def check_rollout(
         metrics: of the rollout (``rollout/…``).
         steps: of each optimizer step (``train/…``), in their order.
     Raises:
-        UserError: a bound does not hold; names the metric, its value and the flag.
+        UserError: a metric exceeds its bound; names the metric, its value and the flag.
     """
     if not config.debug.ci_test:
         return
@@ -94,7 +94,7 @@ def _bounds(config: Config, rollout_id: int, step_id: int) -> Iterator[_Bound]:
         yield _Bound(
             "train/ppo_kl",
             _ZERO,
-            "the first step of a rollout is taken from the old policy itself",
+            "the first step of a rollout starts from the old policy itself",
             off,
         )
     if step_id == 0 and _starts_as_reference(config, rollout_id):
@@ -104,10 +104,10 @@ def _bounds(config: Config, rollout_id: int, step_id: int) -> Iterator[_Bound]:
 def check_grad_norms(
     config: Config, rollout_id: int, steps: Sequence[Mapping[str, float]], *, writes: bool
 ) -> None:
-    """Write the gradient norm of each step, or compare it with the one that was written.
+    """Write the gradient norm of each step, or compare it with the recorded one.
 
     Args:
-        writes: this rank writes; all of them compare.
+        writes: whether this rank writes; all ranks compare.
     Raises:
         UserError: a norm differs, or its file cannot be read.
     """

@@ -1,11 +1,11 @@
-"""What teachers say, on its way through an update:
+"""The path of teachers' scores through an update:
 
     engine ─ TrainBatch ──────────────► teacher_columns_of ─┐
                                                             ├─► TeacherColumns ─► teacher_inputs
     trainer ─ TokenScores of a teacher ─► note_teacher_scores┘     (a rollout)     (a micro-batch)
 
-For a divergence over the whole vocabulary a teacher leaves its last hidden states and its output
-layer; the loss makes both models' logits block by block.
+For a divergence over the whole vocabulary, a teacher's last hidden states and output layer are
+kept; the loss computes both models' logits block by block.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from slime.trainer.records import TeacherColumns, TeacherInputs, TokenScores
 
 T = TypeVar("T")
 
-#: In the place of log-probs that no loss counts.
+#: Placeholder for log-probs that no loss uses.
 _NO_LOG_PROB = -10.0
 
 
 def with_teacher_prompts(batch: TrainBatch) -> TrainBatch:
-    """The batch as teachers see it: the same responses, behind prompts of their own where samples
-    have these (``--opd-teacher-prompt-key``)."""
+    """Return the batch as teachers see it: the same responses, after the teacher's own prompts
+    where samples have them (``--opd-teacher-prompt-key``)."""
     prompts = batch.payloads.get("teacher_prompts")
     if prompts is None:
         return batch
@@ -49,7 +49,7 @@ def note_teacher_scores(
     packed: Sequence[PackedMicroBatch],
     scores: Sequence[TokenScores],
 ) -> None:
-    """Put a teacher's scores of its samples into their places."""
+    """Store a teacher's scores at the positions of its samples."""
     empty = [torch.zeros(0)] * batch.num_samples
     for micro_batch, score in zip(packed, scores):
         found.log_probs = _placed(
@@ -64,7 +64,7 @@ def note_teacher_scores(
         if score.rows is not None:
             on_host = micro_batch.split(score.rows.hidden.cpu())
             found.hidden = _placed(found.hidden or empty, micro_batch.samples, on_host)
-            # the policy's own weight goes on changing
+            # a copy: a teacher that shares the policy's weight would change with it
             head = score.rows.weight
             if name not in found.heads:
                 found.heads[name] = (head.clone(), score.rows.temperature)
@@ -78,16 +78,16 @@ def _placed(column: Sequence[T], samples: Sequence[int], values: Sequence[T]) ->
 
 
 def teacher_columns_of(batch: TrainBatch, config: Config, device: torch.device) -> TeacherColumns:
-    """What teachers in engines have said, as the samples carry it.
+    """Return the scores of teachers in engines, which the samples carry.
 
     Raises:
-        UserError: they carry no log-probs, or no most likely tokens.
+        UserError: the samples carry no log-probs, or no most likely tokens.
     """
     if batch.teacher_log_probs is None:
         raise UserError(
             "the samples carry no log-probs of a teacher",
-            why="--use-opd with --opd-type sglang reads teacher_log_probs of the samples, and no "
-            "teacher was asked and no function of yours has set them",
+            why="--use-opd with --opd-type sglang reads teacher_log_probs of the samples; no "
+            "teacher was asked, and no function of yours has set them",
             fix="pass --opd-teacher-urls, name a model in --sglang-config, or set them in the "
             "reward or generate function",
         )
@@ -105,7 +105,7 @@ def teacher_columns_of(batch: TrainBatch, config: Config, device: torch.device) 
     k = max(v.numel() // (2 * r) for v, r in zip(packed, batch.response_lengths)) if packed else 0
     found.top = []
     for values, length in zip(packed, batch.response_lengths):
-        # a sample that trains no token may have none
+        # a sample without trained tokens may have no values
         given = values if values.numel() else torch.full((2, length, k), _NO_LOG_PROB)
         ids, log_probs = given.reshape(2, length, k).to(device)
         found.top.append(TopTokens(ids.long().clamp(min=0), log_probs))
@@ -115,10 +115,11 @@ def teacher_columns_of(batch: TrainBatch, config: Config, device: torch.device) 
 def teacher_inputs(
     columns: TeacherColumns, samples: Sequence[int], lengths: Sequence[int], device: torch.device
 ) -> TeacherInputs:
-    """The part of a micro-batch.
+    """Return the columns of one micro-batch.
 
     Args:
-        samples: its samples, in order; ``lengths`` are those of their responses.
+        samples: the micro-batch's samples, in order.
+        lengths: of their responses.
     """
     if columns.top is not None:
         tops = [columns.top[i] for i in samples]

@@ -1,4 +1,4 @@
-"""Training data of a rank as plain data for files: ``--save-debug-train-data``, and steps with NaN.
+"""A rank's training data as plain data, for ``--save-debug-train-data`` and for steps with NaN.
 
 The format is the reference system's (``format_version`` 2): one `torch.save` per rollout of
 
@@ -26,7 +26,7 @@ from slime.trainer.records import RolloutTensors
 
 FORMAT_VERSION = 2
 
-#: Per-sample tensors [R_i] of `RolloutTensors`, under these names in the files.
+#: Per-sample tensors [R_i] of `RolloutTensors`; the files use the same names.
 _TENSORS = (
     "log_probs", "ref_log_probs", "rollout_log_probs", "kl", "advantages", "returns", "values",
 )  # fmt: skip
@@ -37,8 +37,8 @@ class RankDump:
     """One data-parallel rank's part of a rollout, or of one step of it, on the CPU.
 
     Attributes:
-        data_parallel_rank: whose.
-        samples: a dict per sample; tensors [R_i] where they are known, ``tokens`` int64 [L_i].
+        data_parallel_rank: of the rank.
+        samples: one dict per sample, with the tensors [R_i] that exist and ``tokens`` int64 [L_i].
         steps: the micro-batches of each optimizer step, as positions in ``samples``.
     """
 
@@ -54,12 +54,12 @@ def shard_of(
     only_step: int | None = None,
     **more: Any,
 ) -> RankDump:
-    """This rank's samples as plain data.
+    """Return this rank's samples as plain data.
 
     Args:
-        only_step: leave out the samples of other optimizer steps.
-        more: further per-sample values by name, each a list over all samples of ``batch``; None
-            entries are left out.
+        only_step: include only the samples of this optimizer step.
+        more: further per-sample values by name, each a list over all samples of ``batch``; entries
+            that are None are omitted.
     """
     steps = [step.micro_batches for step in batch.steps]
     members = list(range(len(batch.tokens)))
@@ -105,8 +105,8 @@ def _sample(
 
 
 def joined(rollout_id: int, shards: Sequence[RankDump]) -> dict[str, Any]:
-    """The shards of all data-parallel ranks as one record of the format above; duplicates of a rank
-    are left out."""
+    """Join the shards of all data-parallel ranks into one record of the format above; each rank is
+    included once."""
     by_rank = {shard.data_parallel_rank: shard for shard in shards}
     ordered = [by_rank[r] for r in sorted(by_rank)]
     samples = sorted(
@@ -130,7 +130,7 @@ def joined(rollout_id: int, shards: Sequence[RankDump]) -> dict[str, Any]:
 
 
 def save_train_data(pattern: str, rollout_id: int, shards: Sequence[RankDump]) -> Path:
-    """Write a rollout's training data to the pattern's file; whole or not at all. Returns the
+    """Write a rollout's training data atomically to the file that the pattern names; returns its
     path."""
     path = fill(pattern, rollout_id)
     save_whole(joined(rollout_id, shards), path)
@@ -138,6 +138,6 @@ def save_train_data(pattern: str, rollout_id: int, shards: Sequence[RankDump]) -
 
 
 def save_whole(record: dict[str, Any], path: Path) -> None:
-    """`torch.save`; an existing file is replaced only once the new one is complete."""
+    """Call `torch.save`, replacing an existing file only once the new one is complete."""
     with replacing(path) as unfinished:
         torch.save(record, unfinished)

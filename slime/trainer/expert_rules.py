@@ -1,5 +1,5 @@
-"""Refuses settings for layers of experts that cannot be honoured. Reads values alone, so that a
-launch can ask first."""
+"""Refuses settings for mixture-of-experts layers that the trainer cannot apply. Needs only the
+values, so that a launch can check them first."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 from slime.errors import UserError
 
-#: Balance losses; each counts the experts' shares over other ranks' tokens
+#: Load-balancing losses; they differ in the ranks whose tokens count towards the experts' shares
 #: (`slime.trainer.megatron.moe_router`).
 LOAD_BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
 def check_experts(arguments: Mapping[str, Any]) -> None:
-    """Refuse settings that would be ignored, of dense models too.
+    """Refuse settings that would be ignored, also for dense models.
 
     Args:
-        arguments: of Megatron's ``TransformerConfig``; what is not there has its default.
+        arguments: of Megatron's ``TransformerConfig``; missing ones have their defaults.
     Raises:
         UserError: names the flag.
 
@@ -37,6 +37,6 @@ def check_experts(arguments: Mapping[str, Any]) -> None:
     if isinstance(coefficient, tuple):
         raise UserError(
             f"--moe-aux-loss-coeff {' '.join(map(str, coefficient))} cannot be honoured",
-            why="there is one balance loss at a time",
+            why="only one load-balancing loss can be used at a time",
             fix="pass one coefficient",
         )

@@ -1,5 +1,5 @@
-"""Which kernels the trainer would find on a host with GPUs, from installed packages alone: nothing
-is imported, so that a launch can tell before it starts anything."""
+"""The kernels that the trainer would find on a GPU host, judged by the installed packages. Nothing
+is imported, so that a launch can check before it starts anything."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from slime.processes.host import installed_release
 
 #: Major compute capability of Hopper.
 _HOPPER = 9
-#: Releases of Triton whose code for Hopper is wrong in the backward pass of gated delta nets, from
-#: the first on and before the second; flash-linear-attention then wants tilelang.
+#: Triton releases (from the first, before the second) that compile the backward pass of gated delta
+#: nets wrongly for Hopper; flash-linear-attention then requires tilelang.
 _WRONG_TRITON = ((3, 4), (3, 7, 1))
-#: The release whose packed attention knows windows.
+#: The first release whose packed attention supports windows.
 _TORCH_WITH_WINDOWS = (2, 12)
 
 
@@ -39,11 +39,11 @@ def delta_net_gap(majors: Iterable[int]) -> str:
 
 
 def finds_windows(majors: Iterable[int], head_dim: int, *, torch_only: bool) -> bool:
-    """Tell whether a kernel for packed sequences knows windows: torch's, or flash-attn-4.
+    """Tell whether a kernel for packed sequences supports windows: torch's, or flash-attn-4.
 
     Args:
-        majors: of the GPUs' compute capabilities, as far as known.
-        torch_only: flash-attn-4 is not to be used.
+        majors: major compute capabilities of the GPUs, as far as known.
+        torch_only: whether flash-attn-4 must not be used.
     """
     torch = installed_release("torch")
     if torch is None or torch >= _TORCH_WITH_WINDOWS:
@@ -59,7 +59,7 @@ def _has_flash4() -> bool:
 
 
 def no_windows(torch_version: str, window: int) -> UserError:
-    """Return the error for a window that no kernel knows."""
+    """Return the error for a window that no kernel supports."""
     return UserError(
         f"torch {torch_version} attends to whole sequences only",
         why=f"layers of this model see {window} tokens; torch's kernel has windows from 2.12",

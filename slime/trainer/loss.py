@@ -1,4 +1,4 @@
-"""The loss of one micro-batch: `slime.algorithms` put together as the flags say."""
+"""The loss of one micro-batch, composed from `slime.algorithms` according to the flags."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def micro_batch_loss(
     config: Config,
     functions: UserFunctions,
 ) -> tuple[Tensor, Metrics]:
-    """Return this micro-batch's part of the step's loss, with gradient, and of the step's metrics.
+    """Return this micro-batch's share of the step's loss, with gradient, and of its metrics.
 
-    A micro-batch without tokens gives a 0 that is connected to the model, so that its rank's
-    backward pass runs and takes part in every collective. The user's functions are not called for
-    it.
+    The loss of a micro-batch without tokens is a 0 that is connected to the model, so that the
+    backward pass of its rank takes part in every collective. The user's functions are not called
+    for it.
     """
     loss, metrics = kind.compute(scores, inputs, config, functions)
     if scores.per_token.numel() == 0:
@@ -83,7 +83,7 @@ def _preference_loss(
     config: Config,
     functions: UserFunctions,
 ) -> tuple[Tensor, Metrics]:
-    """Metrics of answers are means over the chosen or the rejected ones, others over pairs."""
+    """Metrics of answers are means over the chosen or the rejected answers, others over pairs."""
     labels = inputs.preferences
     assert labels is not None, "samples without labels are refused when they are packed"
     flags = config.preference
@@ -104,7 +104,7 @@ def _preference_loss(
             center_coef=flags.reward_center_coef,
         )
     )
-    weight = inputs.sample_weight  # of a pair, or of an answer with a label
+    weight = inputs.sample_weight  # of a pair, or of a labelled answer
     per_chosen = 1.0 / max(labels.step.num_chosen, 1.0)
     per_rejected = 1.0 / max(labels.step.num_rejected, 1.0)
     loss = outcome.loss.sum() * weight
@@ -193,7 +193,7 @@ def _policy_loss(
         token_loss, masks, extra = _correct_mismatch(
             token_loss, old, inputs, config, functions, taken
         )
-        # a token that the user masks leaves the numerator; the denominators stay those of the batch
+        # a token that the user masks leaves the numerator; the batch's denominators stay
         weights = torch.where(masks != 0, weights, 0.0)
         means.update(extra, ois=importance_ratio(-policy.ppo_kl))
     pg_loss = _reduce_policy_loss(token_loss, weights, masks, inputs, config, functions)
@@ -223,7 +223,7 @@ def _policy_loss(
 
 
 def _from_teacher(scores: TokenScores, inputs: LossInputs, config: Config) -> Tensor:
-    """[N]: the divergence of each token's distribution from its teacher's, with gradient."""
+    """Return the divergence [N] of each token's distribution from its teacher's, with gradient."""
     flags = config.distillation
     assert scores.vocabulary is not None and inputs.teacher is not None
     kind = cast(DivergenceKind, flags.opd_loss)
@@ -242,8 +242,8 @@ def _correct_mismatch(
     functions: UserFunctions,
     taken: Collection[str],
 ) -> tuple[Tensor, Tensor, Metrics]:
-    """Token losses and masks corrected for the difference between trainer and engine, and per-token
-    metrics, which may not have the names ``taken``."""
+    """Correct token losses and masks for the difference between trainer and engine; the per-token
+    metrics, also returned, must not have names in ``taken``."""
     flags = config.algorithm
     if inputs.rollout_log_probs is None:
         raise UserError(
@@ -310,7 +310,7 @@ def _reduce_policy_loss(
     config: Config,
     functions: UserFunctions,
 ) -> Tensor:
-    """``masks`` [T] are those in force, which a correction may have changed."""
+    """``masks`` [T] are those after any correction."""
     if functions.reducer is None or not inputs.samples:
         return weighted_sum(token_loss, weights)
     lengths = inputs.lengths.tolist()
@@ -327,7 +327,7 @@ def _reduce_policy_loss(
 def _custom_loss(
     scores: TokenScores, inputs: LossInputs, config: Config, functions: UserFunctions
 ) -> tuple[Tensor, Metrics]:
-    """See `slime.user_code.hooks.LossFunction` for what the function is given."""
+    """`slime.user_code.hooks.LossFunction` describes the function's arguments."""
     assert functions.loss is not None, (
         "--loss-type custom_loss is refused at launch without its function"
     )
@@ -338,8 +338,8 @@ def _custom_loss(
     given = UserValues(scores.log_probs, scores.logits)
 
     def sum_of_sample_mean(values: Tensor) -> Tensor:
-        """Flat [T] → sum over samples of each sample's mean over its trained tokens (per token: the
-        plain sum)."""
+        """Sum, over samples, the mean of ``values`` [T] over each sample's trained tokens. With
+        --calculate-per-token-loss: the plain sum over trained tokens."""
         check_summed(values, inputs.masks, origin)
         if config.algorithm.calculate_per_token_loss:
             return (values * inputs.masks).sum()
@@ -373,20 +373,19 @@ def _custom_loss(
 
 @dataclass(frozen=True, kw_only=True)
 class LossType:
-    """A ``--loss-type``: its function, and what has to be computed for it. A row leaves nothing
-    out, or says how it differs from another one.
+    """A ``--loss-type``: its function and the inputs that must be computed for it. No field has a
+    default: an entry sets all of them, or replaces some of another entry's.
 
     Attributes:
         compute: the loss of a micro-batch; see `micro_batch_loss`.
-        takes_advantages: they are computed for it.
-        needs_advantages: it cannot do without them.
-        takes_old_log_probs: those of the policy before the rollout's first step.
-        reuses_train_logprobs: in their place its own forward pass may serve, where one step follows
-            the rollout.
-        at_sampling_temperature: log-probs are those of the distribution that was sampled from, not
-            the model's at 1.
-        takes_entropy: of each token's distribution.
-        takes_logits: whole, [N, V / tp].
+        takes_advantages: advantages are computed for it.
+        needs_advantages: it cannot be computed without advantages.
+        takes_old_log_probs: log-probs of the policy before the rollout's first step are computed.
+        reuses_train_logprobs: if the rollout has one step, the log-probs of the step's own forward
+            pass may replace the old ones.
+        at_sampling_temperature: log-probs are taken at the sampling temperature, not at 1.
+        takes_entropy: the entropy of each token's distribution is computed.
+        takes_logits: it receives the logits [N, V / tp].
     """
 
     compute: Callable[[Any, LossInputs, Config, UserFunctions], tuple[Tensor, Metrics]]
@@ -409,7 +408,7 @@ _POLICY_LOSS = LossType(
     takes_entropy=True,
     takes_logits=False,
 )
-#: Of the model's own log-probs alone.
+#: Needs only the model's own log-probs.
 _SFT_LOSS = LossType(
     compute=_sft_loss,
     takes_advantages=False,
@@ -435,5 +434,5 @@ LOSS_TYPES: dict[str, LossType] = {
     ),
 }
 
-#: What a critic is trained with, beside any of the above.
+#: The loss of a critic, whichever of the above trains the policy.
 VALUE_LOSS = replace(_SFT_LOSS, compute=_value_loss)

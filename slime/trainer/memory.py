@@ -1,11 +1,11 @@
-"""Peak memory of each phase of an update, and what to say when memory runs out.
+"""Peak memory of each phase of an update, and the error when memory runs out.
 
     with memory.phase("forward_backward"):      records perf/forward_backward_peak_memory_gb; an
         ...                                     allocation that fails inside becomes an
                                                 `OutOfMemory` with peaks, batch and remedies
 
-On a GPU the peak is what torch's allocator had handed out at most; without one it is the resident
-size of the process.
+On a GPU the peak is the most that torch's allocator had allocated; without one it is the peak
+resident size of the process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GB = 1e9
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
-#: What libraries write instead of raising torch.OutOfMemoryError or MemoryError.
+#: Messages of libraries that do not raise torch.OutOfMemoryError or MemoryError.
 _WORDS = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory"
     r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED",
@@ -42,18 +42,18 @@ _WORDS = re.compile(
 
 
 class OutOfMemory(UserError):
-    """An allocation failed in a trainer rank. The run cannot go on: other ranks wait for it."""
+    """An allocation failed in a trainer rank. The run cannot continue: other ranks wait for it."""
 
 
 @dataclass(frozen=True)
 class LargestMicroBatch:
-    """The micro-batch with the most tokens of a rank's rollout; the likeliest to have been under
-    way.
+    """The micro-batch with the most tokens of a rank's rollout, during which memory most likely ran
+    out.
 
     Attributes:
         lengths: tokens of its samples, prompt and response, longest first.
         sample_indices: of these samples, in the same order.
-        whole_step: it is all that this rank has of its optimizer step.
+        whole_step: whether it is this rank's only micro-batch of its optimizer step.
     """
 
     lengths: list[int]
@@ -68,7 +68,8 @@ class LargestMicroBatch:
     def of(
         steps: Sequence[StepPlan], totals: Sequence[int], indices: Sequence[int]
     ) -> LargestMicroBatch:
-        """Find it among the steps; ``totals`` and ``indices`` have an entry for each sample."""
+        """Find the largest micro-batch of the steps; ``totals`` and ``indices`` have an entry for
+        each sample."""
         found = [
             (samples, len(step.micro_batches) == 1)
             for step in steps
@@ -89,12 +90,12 @@ class LargestMicroBatch:
 
 
 class PhaseMemory:
-    """Peak memory in bytes by phase, of this process.
+    """Peak memory of this process in bytes, by phase.
 
     Args:
         device: the trainer's.
-        largest: the largest micro-batch of what is trained on; None outside of an update.
-        of_critic: of a critic in processes of its own, whose layout has flags of its own.
+        largest: the largest micro-batch of the update; None outside an update.
+        of_critic: whether this is a critic with its own processes, which has its own layout flags.
 
     Example:
         >>> meter = PhaseMemory(config, torch.device("cpu"))  # doctest: +SKIP
@@ -120,7 +121,7 @@ class PhaseMemory:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Record the peak inside the block, the largest of several blocks of one name.
+        """Record the peak inside the block; of several blocks with the same name, the largest.
 
         Raises:
             OutOfMemory: an allocation failed inside, on the device or on the host.
@@ -129,7 +130,7 @@ class PhaseMemory:
         try:
             yield
         except (MemoryError, RuntimeError, UserError) as error:
-            # an error of the user's function wraps what happened in it
+            # the error of a user's function wraps the original one
             cause = (error.__cause__ or error) if isinstance(error, UserError) else error
             if not is_out_of_memory(cause):
                 raise
@@ -141,8 +142,8 @@ class PhaseMemory:
         self.peaks[name] = max(self.peaks.get(name, 0.0), _peak(self.device))
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
-        """Return ``perf/<phase>_peak_memory_gb`` and what is held now, the largest value of any
-        rank. Collective."""
+        """Return ``perf/<phase>_peak_memory_gb`` and the memory held now, as the largest value of
+        all ranks. Collective."""
         own = _held(self.device)
         own |= {f"perf/{name}_peak_memory_gb": peak / _GB for name, peak in self.peaks.items()}
         values = torch.tensor(list(own.values()), dtype=torch.float64, device=self.device)
@@ -150,8 +151,8 @@ class PhaseMemory:
 
 
 def _held(device: torch.device) -> dict[str, float]:
-    """Return ``perf/trainer_memory_gb`` of the host, and on a GPU what is in tensors; both stay the
-    same from step to step."""
+    """Return ``perf/trainer_memory_gb`` of the host, and on a GPU the memory of tensors; both
+    should be the same at every step."""
     found = {"perf/trainer_memory_gb": own_bytes(os.getpid()) / _GB}
     if device.type == "cuda":
         found["perf/trainer_gpu_memory_gb"] = torch.cuda.memory_allocated(device) / _GB
@@ -159,7 +160,7 @@ def _held(device: torch.device) -> dict[str, float]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an allocation failed, whichever library says so.
+    """Tell whether the error reports a failed allocation, in any library.
 
     Example:
         >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shape mismatch"))
@@ -171,7 +172,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(error: BaseException, phase: str, memory: PhaseMemory) -> OutOfMemory:
-    """The report: peaks by phase, the largest micro-batch, remedies with this run's values."""
+    """Build the error, with peaks by phase, the largest micro-batch, and remedies with this run's
+    values."""
     peaks = ", ".join(
         f"{name} {peak / _GB:.2f} GB" + (" (here)" if name == phase else "")
         for name, peak in memory.peaks.items()
@@ -214,7 +216,7 @@ def _device_use(device: torch.device) -> str:
     )
 
 
-# -- where the numbers come from -------------------------------------------------------------------
+# -- measurements ----------------------------------------------------------------------------------
 
 
 def _reset_peak(device: torch.device) -> None:
@@ -222,13 +224,13 @@ def _reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
         return
     try:
-        _CLEAR_REFS.write_text("5")  # the high-water mark of resident memory starts again
-    except OSError:  # a container may forbid it; then the peak is that of the process so far
+        _CLEAR_REFS.write_text("5")  # resets the peak of resident memory
+    except OSError:  # a container may forbid it; the peak is then that of the process so far
         return
 
 
 def _peak(device: torch.device) -> float:
-    """Bytes."""
+    """Return the peak in bytes."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     status = _STATUS.read_text() if _STATUS.exists() else ""

@@ -1,4 +1,4 @@
-"""Record the allocations of GPU memory, and write them for https://pytorch.org/memory_viz."""
+"""Records allocations of GPU memory, and writes them for https://pytorch.org/memory_viz."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from slime.log import get_logger
 
 logger = get_logger(__name__)
 
-#: Allocations and frees that are kept, the newest.
+#: Number of newest allocations and frees that are kept.
 _ENTRIES = 200_000
 
 
 class MemorySnapshot:
-    """The record of one rank, from now on.
+    """Records the allocations of one rank, from its construction on.
 
-    It is written after --memory-snapshot-num-steps steps, or else at the end of the run; and once
-    more if memory runs out.
+    The record is written after --memory-snapshot-num-steps steps, by default at the end of the run;
+    and also if memory runs out.
     """
 
     def __init__(self, config: Config, rank: int) -> None:
@@ -36,14 +36,14 @@ class MemorySnapshot:
         )
 
     def step_ended(self) -> None:
-        """Count a step; write the record behind the last that was asked for."""
+        """Count a step; after the last one to record, write the record."""
         if self._left is not None:
             self._left -= 1
             if self._left == 0:
                 self.close()
 
     def close(self) -> None:
-        """Write the record and end it; a second call does nothing."""
+        """Write the record and stop recording; a second call does nothing."""
         if not self._is_recording:
             return
         import torch

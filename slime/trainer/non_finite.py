@@ -1,7 +1,7 @@
-"""NaN or Inf in a step: the error that stops the run, what is kept of the step, and how it is
-written into the crash folder, where people and programs can read it:
+"""NaN or Inf in a step: the error that stops the run, and the record of the step, which is written
+into the crash folder in readable files:
 
-samples.jsonl   one line per sample of the step: text, reward, lengths, what is not finite
+samples.jsonl   one line per sample of the step: text, reward, lengths, names of non-finite values
 step.json       micro-batches with their losses, and the parameters whose gradients are not finite
 step.pt         every tensor: ``torch.load(path)``; the format of --save-debug-train-data
 """
@@ -30,10 +30,9 @@ _TEXT_LIMIT = 20_000
 
 
 class NonFiniteTraining(UserError):
-    """A loss or gradient is NaN or Inf. Nothing was applied: the weights are those before the step.
+    """A loss or gradient is NaN or Inf. The weights are unchanged by the step.
 
-    What the step was is kept on every rank (`Trainer.failed_step`), for whoever writes the crash
-    folder.
+    Every rank keeps a record of the step (`Trainer.failed_step`) for the crash folder.
 
     Attributes:
         sample_indices: of the samples whose loss is not finite, over all ranks; empty when only
@@ -41,9 +40,9 @@ class NonFiniteTraining(UserError):
         parameters: names of the gradients that are not finite, over all ranks.
 
     Args:
-        functions: the user's, if any computed the loss
+        functions: names of the user's functions that computed the loss, if any
             (`slime.trainer.user_functions.behind_the_loss`).
-        of_critic: the step is the critic's.
+        of_critic: whether the step is the critic's.
     """
 
     def __init__(
@@ -106,12 +105,12 @@ class FailedStep:
 
     Attributes:
         rank: data-parallel.
-        shard: the step's samples; None on ranks that another one speaks for (tensor and context
-            parallel peers, inner pipeline stages).
-        micro_batches: sample indices and metrics of each micro-batch, in order; [] where ``shard``
-            is None.
-        parameters: (name, entries that are NaN or Inf, entries) of each gradient that is not finite
-            on this rank.
+        shard: the step's samples; None on ranks for which another one reports (tensor- and
+            context-parallel peers, inner pipeline stages).
+        micro_batches: sample indices and metrics of each micro-batch, in order; [] if ``shard`` is
+            None.
+        parameters: (name, number of NaN or Inf entries, number of entries) of each gradient that is
+            not finite on this rank.
     """
 
     rollout_id: int
@@ -132,7 +131,7 @@ def keep_failed_step(
     config: Config,
     ask_ranks: Callable[[], Sequence[FailedStep]],
 ) -> None:
-    """Write the step of a `NonFiniteTraining` into ``folder`` and name the files in the error; do
+    """Write the step of a `NonFiniteTraining` into ``folder`` and name the files in the error. Do
     nothing for other errors."""
     from slime.prompts.tokenizer import load_tokenizer
 
@@ -145,7 +144,7 @@ def keep_failed_step(
         files = write_failed_step(
             folder, ask_ranks(), load_tokenizer(model, trust_remote_code=trusted)
         )
-    except (OSError, UserError) as problem:  # the failure itself is what must be seen
+    except (OSError, UserError) as problem:  # must not hide the failure itself
         logger.error("could not write the failed step to %s: %s", folder, problem)
         return
     error.add_note(
@@ -159,11 +158,11 @@ def write_failed_step(
     """Write the three files.
 
     Args:
-        folder: made if need be.
-        ranks: of all trainer ranks.
-        tokenizer: for the samples' text; None leaves it out.
+        folder: created if necessary.
+        ranks: the records of all trainer ranks.
+        tokenizer: for the samples' text; None omits it.
     Returns:
-        The files, the one to read first coming first.
+        The files, starting with the one to read first.
     """
     folder.mkdir(parents=True, exist_ok=True)
     first = ranks[0]
@@ -196,7 +195,7 @@ def write_failed_step(
 
 
 def _parameters(ranks: Sequence[FailedStep]) -> list[dict[str, Any]]:
-    """Gradients that are not finite, the worst rank's count of each."""
+    """Return the gradients that are not finite, each with the largest count of any rank."""
     found: dict[str, tuple[int, int]] = {}
     for rank in ranks:
         for name, bad, total in rank.parameters:
@@ -235,7 +234,7 @@ def _line(
 
 
 def _readable(value: Any) -> Any:
-    """JSON types, with NaN and infinities by name: here they are what one looks for."""
+    """Convert to JSON types, with NaN and infinities as text, because here they matter."""
     if isinstance(value, dict):
         return {str(key): _readable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,5 +1,5 @@
-"""Counts of an optimizer step on preferences, taken before its first micro-batch, and the labels of
-each micro-batch."""
+"""Counts of an optimizer step on preferences, computed before its first micro-batch, and the labels
+of each micro-batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slime.trainer.role import POLICY
 
 
 class _Scorer(Protocol):
-    """The part of `slime.trainer.update.Trainer` that is called."""
+    """The part of `slime.trainer.update.Trainer` that this module uses."""
 
     config: Config
     ranks: Ranks
@@ -56,8 +56,8 @@ def preference_step(
 def labels_of(
     batch: TrainBatch, samples: list[int], step: PreferenceStep, device: torch.device
 ) -> PreferenceLabels:
-    """The labels of a micro-batch. Of a pair both samples are in it, so entry i of both lists is
-    one pair: they are sorted by trajectory."""
+    """Return the labels of a micro-batch. It holds both samples of a pair, and both lists are
+    sorted by trajectory, so that entry i of both is one pair."""
 
     def places(reward: float) -> Tensor:
         found = [place for place, i in enumerate(samples) if batch.rewards[i] == reward]

@@ -1,4 +1,4 @@
-"""Checks of a run with quantised engines, before its start; they read the model's config.json."""
+"""Checks before the start of a run with quantised engines; they read the model's config.json."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slime.placement import joined_cluster, needs_engines
 
 logger = get_logger(__name__)
 
-#: The variable with which other scripts ask for INT4 fake quantisation of the routed experts.
+#: The variable with which other scripts request INT4 fake quantisation of the routed experts.
 _OLD_SWITCH = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG"
 
 
@@ -29,7 +29,7 @@ def check_ignore_list(config: Config) -> None:
         family = family_of(flags.hf_checkpoint, flags.model_name)
         spec = family.describe(flags.hf_checkpoint)
         if config.lora.lora_rank:
-            # the frozen base is served as it is: this list decides nothing, but may have idle rules
+            # the frozen base is served unchanged: the list has no effect, but may have idle rules
             found = ignore_list.examine(ignore_list.matrices(family, spec), quantisation)
             tensors = (name for name, _ in family.hf_tensors(spec))
             idle = ignore_list.idle_among(found, tensors)
@@ -43,7 +43,7 @@ def check_ignore_list(config: Config) -> None:
 
 def check_quantised_library(config: Config) -> None:
     """Check that the library for the format of the engines' weights is installed, if the trainer or
-    embedded engines compute on this host; on a cluster each process looks for itself.
+    embedded engines compute on this host; on a cluster each process checks this itself.
 
     Raises:
         UserError: it is not installed.
@@ -63,8 +63,8 @@ def check_quantised_flags(config: Config) -> None:
     """Refuse flags for quantised weights that would have no effect or contradict others.
 
     Raises:
-        UserError: engines hold plain weights, no tensor would be rounded, or Transformer
-            Engine rounds the weights, too.
+        UserError: engines hold unquantised weights, no tensor would be rounded, or Transformer
+            Engine also rounds the weights.
     """
     flags = config.quantised
     path = config.checkpoint.hf_checkpoint
@@ -136,8 +136,8 @@ def check_quantised_flags(config: Config) -> None:
 
 
 def _check_frozen_base(config: Config) -> None:
-    """Refuse flags with which adapters would be trained beside other values than those that engines
-    of a quantised base compute with."""
+    """Refuse flags with which the trainer's frozen base would differ from the one with which
+    quantised engines compute."""
     path = config.checkpoint.hf_checkpoint
     assert path is not None
     hf_config = read_hf_config(path)
@@ -169,7 +169,7 @@ def _check_frozen_base(config: Config) -> None:
     megatron = config.megatron
     trained = "float32" if megatron.fp32 else "bfloat16" if megatron.bf16 else "float16"
     served = dtype_name(flag_dtype(config, hf_config))
-    # float32 holds what engines of 16 bits compute with, and not the other way round
+    # float32 represents the values of 16-bit engines exactly; the reverse is not true
     if needs_engines(config) and trained not in ("float32", served):
         raise UserError(
             f"the quantised base would be {served} in engines and {trained} in the trainer",

@@ -1,4 +1,4 @@
-"""This rank's place among the trainer's, and what they work out together."""
+"""This rank's place among the trainer's ranks, and their collective operations."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from slime.processes.json_collectives import all_gather, gather_tensors
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's place. Every method is collective: each rank calls it equally often.
+    """This rank's place. Every method is collective: all ranks must call it.
 
     Attributes:
         device: this rank's.
-        replicas: the ranks that hold the same part of the model and train on other samples. The
-            ranks of a context-parallel group see the same samples and compute the same loss, so
-            they are not among them.
-        has_output: this rank holds the output layer: it sees log-probs and computes the loss.
-        speaks_for_shard: several ranks may train on the same samples (tensor and context parallel
-            peers, pipeline stages); this is the one whose numbers are written to files.
-        is_reporting: the one rank whose metrics are logged.
+        replicas: the ranks that hold the same part of the model and train on other samples. They
+            exclude the other ranks of a context-parallel group, which see the same samples and
+            compute the same loss.
+        has_output: whether this rank holds the output layer, and so computes log-probs and loss.
+        speaks_for_shard: whether this rank's numbers are written to files; of the ranks that train
+            on the same samples (tensor- and context-parallel peers, pipeline stages), one does.
+        is_reporting: whether this is the one rank whose metrics are logged.
     """
 
     device: torch.device
@@ -61,11 +61,11 @@ class Ranks:
         return bool(self.max_over_all(torch.tensor([float(flag)], device=self.device)).item() > 0)
 
     def union(self, values: list[Any]) -> list[Any]:
-        """All ranks' values (text or numbers), joined, sorted, without duplicates."""
+        """Return the values (text or numbers) of all ranks, sorted, without duplicates."""
         return sorted({value for part in all_gather(values) for value in part})
 
     def on_first(self, value: dict[str, Any] | None) -> list[dict[str, Any]] | None:
-        """Return all ranks' values, in their order, on rank 0, which writes files; None on others.
+        """Return all ranks' values in rank order on rank 0, which writes files; None on others.
 
         Args:
             value: plain containers and tensors.

@@ -1,11 +1,11 @@
-"""Records that the parts of an update hand to each other, with tensors on the trainer's device.
+"""Records that the parts of an update exchange, with tensors on the trainer's device.
 
 TrainBatch ─► RolloutTensors ─ per micro-batch ─► LossInputs ──┐
                    ▲                              TokenScores ─┴─► MicroBatchResult ─► StepOutcome
                    └──────────────── log-probs of the training pass ───┘
 
-The critic has `TokenValues` where the policy has `TokenScores`. What teachers say of the rollout is
-in `TeacherColumns`, of a micro-batch in `TeacherInputs`.
+The critic has `TokenValues` in place of the policy's `TokenScores`. Teachers' scores of the rollout
+are in `TeacherColumns`, those of a micro-batch in `TeacherInputs`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from slime.samples.batch import TrainBatch
 
 @dataclass
 class TeacherColumns:
-    """What teachers say of the rollout's response tokens, a tensor per sample; None: not asked for.
+    """Teachers' scores of the rollout's response tokens, a tensor per sample; None: not requested.
 
     Attributes:
         log_probs: [R_i], of the tokens.
-        top: the most likely tokens in the place of each, [R_i, k].
+        top: the most likely tokens at each position, [R_i, k].
         hidden: [R_i, H] in host memory: the hidden states from which the teacher predicts them.
         names: the teacher of each sample.
         heads: the output layer of each teacher [V / tp, H], and the temperature.
@@ -42,11 +42,12 @@ class TeacherColumns:
 
 @dataclass
 class TeacherInputs:
-    """What a micro-batch's loss takes from teachers.
+    """The teachers' part of the input of a micro-batch's loss.
 
     Attributes:
-        top: of all its tokens, [N, k].
-        rows: for each teacher the tokens that it teaches, int64, and what it predicts them from.
+        top: the most likely tokens at all its tokens, [N, k].
+        rows: for each teacher, the positions (int64) of its tokens, and its hidden states there
+            with its output layer.
     """
 
     top: TopTokens | None = None
@@ -58,10 +59,10 @@ class RolloutTensors:
     """Columns of a whole rollout on one rank, a tensor [R_i] per sample; None: not (yet) known.
 
     Attributes:
-        engine_log_probs: the trainer's before training, with the weights that quantised engines
-            compute with.
+        engine_log_probs: the trainer's before training, computed with the weights of quantised
+            engines.
         values: the critic's before training, in the unit of the returns.
-        value_outputs, value_targets: the same as the critic's head gives them, and what it learns;
+        value_outputs, value_targets: the outputs of the critic's head for these, and its targets;
             normalised with ``--normalize-values``.
         before_training: the samples whose ``log_probs`` are those of the policy before the
             rollout's first optimizer step; None: all of them.
@@ -82,8 +83,8 @@ class RolloutTensors:
     before_training: list[int] | None = None
 
     def teacher_log_probs(self, batch: TrainBatch) -> list[Tensor] | None:
-        """Log-probs of the sampled tokens by their teachers; before these have scored, or where
-        nothing is distilled, those that the samples carry."""
+        """Return the teachers' log-probs of the sampled tokens; before teachers have scored, or
+        without distillation, those that the samples carry."""
         return batch.teacher_log_probs if self.teacher is None else self.teacher.log_probs
 
     def samples_before_training(self) -> list[int]:
@@ -97,21 +98,21 @@ class LossInputs:
     """Input of a micro-batch's loss besides the scores; flat [N] unless said otherwise.
 
     Attributes:
-        samples: their places in the rank's `TrainBatch`.
-        sample_indices: their indices, by which the user knows them.
+        samples: their positions in the rank's `TrainBatch`.
+        sample_indices: their indices (``Sample.index``), which users see.
         lengths: int64 [samples], response tokens of each.
         masks: 0 or 1.
         weights: of each token in the loss (`slime.algorithms.reduce.token_weights`).
-        sample_weight: what ``weights`` multiplies a per-sample mean with: 1 / global batch size,
-            or, per token, 1 / loss tokens. For reducers that users bring.
-        loss_scale: what the policy loss is multiplied with; its metrics are not.
+        sample_weight: the factor of a per-sample mean in ``weights``: 1 / global batch size, or,
+            per token, 1 / loss tokens. For user-supplied reducers.
+        loss_scale: a factor of the policy loss; its metrics are not scaled.
         old_log_probs: of the policy before the step; None: take this forward pass's own.
         rollout_log_probs: the engine's.
         trained_log_probs: the trainer's before the step, to be compared with the engine's; None:
             ``old_log_probs``.
-        value_outputs, value_targets: of the critic before the rollout's first step, and what it
-            learns.
-        preferences: which of ``samples`` are preferred, where they are learned from by preference.
+        value_outputs, value_targets: the critic's outputs before the rollout's first step, and its
+            targets.
+        preferences: the labels of ``samples``, when training on preferences.
     """
 
     samples: list[int]
@@ -140,21 +141,22 @@ class Vocabulary(Protocol):
     def divergence(
         self, teachers: Sequence[tuple[Tensor, OutputRows]], kind: DivergenceKind, beta: float
     ) -> Tensor:
-        """Divergence from teachers, [N]: over the whole vocabulary, with gradient."""
+        """Return the divergence [N] from teachers over the whole vocabulary, with gradient."""
         ...
 
     def log_probs_at(self, ids: Tensor) -> Tensor:
-        """Log-probs of several tokens each, [N, k] → [N, k], with gradient."""
+        """Return the log-probs [N, k], with gradient, of k tokens ``ids`` [N, k] at each place."""
         ...
 
 
 @dataclass(frozen=True)
 class PreferenceStep:
-    """What an optimizer step on preferences knows before its first micro-batch.
+    """Counts of an optimizer step on preferences, known before its first micro-batch.
 
     Attributes:
-        num_chosen, num_rejected: answers of each kind, over all ranks; of pairs, their number.
-        kl: of the policy to the reference, at least 0; 0 where the loss takes none.
+        num_chosen, num_rejected: numbers of answers of each kind, over all ranks; for pairs, both
+            are the number of pairs.
+        kl: KL divergence of the policy from the reference, at least 0; 0 if the loss uses none.
     """
 
     num_chosen: float
@@ -167,9 +169,8 @@ class PreferenceLabels:
     """The labels of a micro-batch's samples.
 
     Attributes:
-        chosen, rejected: int64, places in the micro-batch; entry i of both is pair i, where samples
-            are pairs.
-        step: of the whole optimizer step.
+        chosen, rejected: int64, positions in the micro-batch; for pairs, entry i of both is pair i.
+        step: counts of the whole optimizer step.
     """
 
     chosen: Tensor
@@ -183,7 +184,7 @@ class TokenScores:
 
     Attributes:
         log_probs: of the tokens, under the temperature-scaled distribution.
-        entropy: of that distribution at each token; None when not asked for.
+        entropy: of that distribution at each token; None if not requested.
         logits: [N, V / tp] over the real vocabulary, temperature-scaled; only for custom losses.
         vocabulary: for losses that compare distributions.
         top: the most likely tokens, when asked for.
@@ -249,10 +250,10 @@ class StepOutcome:
     """The outcome of applying the gradients.
 
     Attributes:
-        grad_norm: global L2 norm before clipping; NaN or Inf when gradients are, NaN when nobody
-            looked at them as the loss was not finite.
-        applied: the weights changed; False when the step was skipped because of NaN or Inf.
-        metrics: of the trainer's own, for the whole step ("moe_max_load", …).
+        grad_norm: global L2 norm before clipping; NaN or Inf if gradients are; NaN if the loss was
+            not finite, in which case gradients are not examined.
+        applied: whether the weights changed; False if the step was skipped because of NaN or Inf.
+        metrics: the trainer's own metrics of the whole step ("moe_max_load", …).
     """
 
     grad_norm: float

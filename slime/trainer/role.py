@@ -35,13 +35,13 @@ class Role:
     """One model that the trainer holds.
 
     Attributes:
-        name: its key wherever models are kept by role.
-        loss: what it is trained with; None if it only scores.
-        is_pushed: engines generate with its weights.
-        is_saved: checkpoints hold its weights. A frozen model is left out as long as it has the
-            weights that the run was started with.
-        source: where a frozen model's weights come from if no checkpoint of the run holds them;
-            None if it learns.
+        name: its key in all tables by role.
+        loss: the loss with which it is trained; None if it only scores.
+        is_pushed: whether engines generate with its weights.
+        is_saved: whether checkpoints hold its weights. A frozen model is omitted while it has the
+            weights with which the run was started.
+        source: finds a frozen model's weights if no checkpoint of the run holds them; None if the
+            model learns.
     """
 
     name: str
@@ -57,8 +57,8 @@ class Role:
 
 
 def roles_of(config: Config) -> dict[str, Role]:
-    """Return the models that the policy's ranks hold with these flags, by name; the policy comes
-    first."""
+    """Return the models that the policy's ranks hold with these flags, by name, starting with the
+    policy."""
     held = [Role(name=POLICY, loss=policy_loss(config), is_pushed=True, is_saved=True)]
     if config.algorithm.needs_reference:
         held.append(
@@ -87,10 +87,10 @@ def roles_of(config: Config) -> dict[str, Role]:
 
 
 def teacher_role(name: str) -> str:
-    """Return the role of a teacher that has weights of its own."""
+    """Return the role name of a teacher that has its own weights."""
     return f"teacher {name}"
 
 
 def policy_loss(config: Config) -> LossType:
-    """Return the loss that the policy is trained with."""
+    """Return the loss with which the policy is trained."""
     return LOSS_TYPES[config.algorithm.loss_type]

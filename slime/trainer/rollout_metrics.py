@@ -24,10 +24,10 @@ _LEARNING_RATES = ("train/lr-", "train/critic-lr-")
 def sum_metrics(
     config: Config, ranks: Ranks, results: Sequence[MicroBatchResult]
 ) -> dict[str, float]:
-    """Sums over micro-batches and ranks: the metrics are weighted already. Collective."""
+    """Sum the metrics, which are already weighted, over micro-batches and ranks. Collective."""
     flags = config.algorithm
     names = sorted({name for result in results for name in result.metrics})
-    # a rank without samples does not know what the user's function measures
+    # a rank without samples does not know the names of the user's metrics
     if flags.custom_loss_function_path or flags.custom_tis_function_path:
         names = ranks.union(names)
     if not ranks.has_output:
@@ -43,9 +43,9 @@ def sum_metrics(
 def token_means(
     config: Config, ranks: Ranks, batch: TrainBatch, data: RolloutTensors
 ) -> dict[str, float]:
-    """Token means of the rollout's tensors, weighted as in the loss.
+    """Return the token means of the rollout's tensors, weighted as in the loss.
 
-    Where log-probs are known of the first step's samples only (`RolloutTensors.before_training`),
+    If log-probs are known only for the first step's samples (`RolloutTensors.before_training`),
     their mean is over these.
     """
     if not ranks.has_output:
@@ -77,7 +77,7 @@ def token_means(
 def distillation_metrics(
     config: Config, ranks: Ranks, batch: TrainBatch, data: RolloutTensors
 ) -> dict[str, float]:
-    """How far the sampled tokens are from the teacher's taste, before training; see
+    """Compare the log-probs of the sampled tokens with the teacher's, before training; see
     `slime.algorithms.distillation.sampled_reverse_kl`. Collective."""
     teacher = None if data.teacher is None else data.teacher.log_probs
     old = data.rollout_log_probs if config.algorithm.use_rollout_logprobs else data.log_probs
@@ -105,7 +105,7 @@ def distillation_metrics(
 
 
 def _quarter(values: Tensor, number: int) -> Tensor:
-    """Tell which tokens of a response are in one of its quarters."""
+    """Return a mask of the response tokens that are in quarter ``number`` of the response."""
     places = torch.arange(values.numel(), device=values.device)
     return (places * 4).div(values.numel(), rounding_mode="floor") == number
 
@@ -118,7 +118,8 @@ def _weighted_sum(values: list[Tensor], weights: Tensor) -> Tensor:
 def _weights(
     config: Config, ranks: Ranks, batch: TrainBatch, data: RolloutTensors, only: list[int] | None
 ) -> Tensor:
-    """Return flat weights of all tokens; with ``only``, samples of the first step, 0 elsewhere."""
+    """Return flat weights of all tokens. With ``only``, which must be samples of the first step,
+    those of other samples are 0."""
     steps = batch.steps if only is None else batch.steps[:1]
     trajectories = sum(step.global_batch_size for step in steps)
     per_token = config.algorithm.averages_tokens
@@ -133,9 +134,8 @@ def _weights(
 
 
 def worst_mismatch(ranks: Ranks, data: RolloutTensors) -> dict[str, float]:
-    """The largest difference between trainer's and engine's log-prob of any trained token: the mean
-    hides a few bad tokens (a wrong position after a prefix hit, say) among thousands of good
-    ones."""
+    """Return the largest difference between trainer's and engine's log-prob of a trained token. The
+    mean hides a few wrong tokens (after a wrong prefix-cache hit, say) among thousands."""
     if not ranks.has_output or data.log_probs is None or data.rollout_log_probs is None:
         return {}
     worst = torch.zeros(1, device=ranks.device)
@@ -152,9 +152,9 @@ def worst_mismatch(ranks: Ranks, data: RolloutTensors) -> dict[str, float]:
 def quantisation_metrics(
     config: Config, ranks: Ranks, batch: TrainBatch, data: RolloutTensors
 ) -> dict[str, float]:
-    """Split ``train/train_rollout_logprob_abs_diff`` with ``--measure-quantisation``: what the
-    format moves within the trainer, and what trainer and engine differ by with equal weights.
-    Collective."""
+    """Split ``train/train_rollout_logprob_abs_diff`` with ``--measure-quantisation`` into the
+    effect of quantisation within the trainer, and the difference between trainer and engine with
+    equal weights. Collective."""
     scored = data.engine_log_probs
     if not ranks.has_output or scored is None or data.log_probs is None:
         return {}
@@ -173,12 +173,12 @@ def quantisation_metrics(
 def mean_of_steps(
     steps: Sequence[dict[str, float]], *, first_only: bool = False
 ) -> dict[str, float]:
-    """Means over the optimizer steps; learning rates are the last step's; skipped steps are
-    counted.
+    """Average metrics over the optimizer steps. Learning rates are the last step's; skipped steps
+    are counted.
 
     Args:
-        first_only: the difference to the engine is measured in the training passes themselves, so
-            that of later steps would count what training has changed; take the first step's.
+        first_only: take the difference from the engine of the first step alone. It is measured in
+            the training passes, and in later steps would include the effect of training.
     """
     if not steps:
         return {}
@@ -224,7 +224,7 @@ def reference_tokens(
     config: Config, ranks: Ranks, batch: TrainBatch, data: RolloutTensors
 ) -> list[TrainedTokens]:
     """Return the reference's log-probs of the shard's samples, if they were computed for this
-    rollout and are asked for again in later epochs, and this rank speaks for the shard."""
+    rollout and later epochs need them again, and this rank speaks for the shard."""
     computed = None if batch.ref_log_probs is not None else data.ref_log_probs
     wanted = config.algorithm.preference is not None and ranks.speaks_for_shard
     if computed is None or not (wanted and ranks.has_output):
@@ -234,7 +234,7 @@ def reference_tokens(
 
 
 def _on_host(values: Sequence[Tensor], places: Sequence[int]) -> dict[int, np.ndarray]:
-    """Copy the values at these places, in one transfer."""
+    """Copy the values at these places to the host, in one transfer."""
     if not places:
         return {}
     flat = torch.cat([values[i].detach() for i in places]).float().cpu()

@@ -3,14 +3,14 @@
     TrainBatch ─► score ─► compute_advantages ─► learn ─► metrics
 
 `score` lets each scorer add its column of log-probs, `compute_advantages` turns rewards into
-advantages, and `learn` takes the optimizer steps. Where there is a critic, its values are another
-column, and it learns before the policy does (`train_critic`). One on GPUs of its own computes and
-learns at the same time, and the driver carries its values and the returns over:
+advantages, and `learn` takes the optimizer steps. With a critic, its values are another column, and
+it learns before the policy (`train_critic`). A critic on its own GPUs computes and learns at the
+same time, and the driver transfers its values and the returns:
 
     policy's ranks   Update.score ──────► set_values ─► returns ──► learn
     critic's ranks   CriticUpdate.values ─────┘            └──────► learn
 
-What a trainer does inside its verbs (`Trainer`) is the business of `slime.trainer.megatron`.
+`slime.trainer.megatron` implements the methods of `Trainer`.
 """
 
 from __future__ import annotations
@@ -75,20 +75,20 @@ logger = get_logger(__name__)
 
 
 class Learner(Protocol):
-    """A model that learns. Every rank calls each verb equally often."""
+    """A model that learns. Every method is collective: all ranks must call it."""
 
     def forward_backward(
         self, batch: TrainBatch, step_id: int, inputs_of: Callable[[list[int]], LossInputs]
     ) -> list[MicroBatchResult]:
-        """Accumulate the gradients of ``batch.steps[step_id]``. Return the results of each
-        micro-batch, in order, on ranks with output layer."""
+        """Accumulate the gradients of ``batch.steps[step_id]``. On ranks with the output layer,
+        return the result of each micro-batch, in order."""
         ...
 
     def optim_step(self, step: StepPlan, *, skip: bool) -> StepOutcome: ...
 
     def nonfinite_gradients(self) -> list[tuple[str, int, int]]:
-        """(parameter, entries that are NaN or Inf, entries) of this rank's accumulated
-        gradients."""
+        """Return (parameter, number of NaN or Inf entries, number of entries) of each of this
+        rank's accumulated gradients that is not finite."""
         ...
 
     def learning_rates(self) -> Sequence[float]: ...
@@ -98,13 +98,13 @@ class ValueLearner(Learner, Protocol):
     """The critic."""
 
     return_scale: ReturnScale
-    """Of its outputs; on ranks with output layer."""
+    """Scale of its outputs; on ranks with the output layer."""
 
     def begin_rollout(self) -> None: ...
 
     def outputs(self, batch: TrainBatch) -> list[Tensor] | None:
-        """The normalised value before each response token: [R_i] per sample, without gradient; None
-        on ranks without output layer."""
+        """Return the normalised value before each response token: [R_i] per sample, without
+        gradient; None on ranks without the output layer."""
         ...
 
     def end_rollout(self) -> None: ...
@@ -116,17 +116,17 @@ class TrainerRank(Protocol):
     config: Config
     ranks: Ranks
     failed_step: FailedStep | None
-    """The last step, if it ended in `NonFiniteTraining`."""
+    """The record of the last step, if it raised `NonFiniteTraining`."""
 
 
 class Trainer(Learner, TrainerRank, Protocol):
-    """The verbs that an update calls; as a `Learner` it is the policy."""
+    """The methods that an update calls; the `Learner` methods are those of the policy."""
 
     functions: UserFunctions
     reference_is_policy: bool
-    """The reference weights are the same bits as the policy's (a fresh start, no step taken)."""
+    """Whether the reference's weights are bit-identical to the policy's (before a first step)."""
     trained_tokens: list[TrainedTokens]
-    """Tokens of the last rollout that are recorded, where this rank has them."""
+    """The recorded tokens of the last rollout that this rank has."""
 
     @property
     def critic(self) -> ValueLearner | None: ...
@@ -138,7 +138,7 @@ class Trainer(Learner, TrainerRank, Protocol):
         ...
 
     def critic_turn(self) -> AbstractContextManager[None]:
-        """The critic can compute inside, and the policy need not."""
+        """Return a context in which the critic can compute, and the policy may be offloaded."""
         ...
 
     def log_probs(
@@ -150,17 +150,18 @@ class Trainer(Learner, TrainerRank, Protocol):
         store_prefix: str = "",
         micro_batches: list[list[int]] | None = None,
     ) -> list[Tensor] | None:
-        """Log-probs of the response tokens by the model of this `slime.trainer.role.Role`: [R_i]
-        per sample, without gradient; None on ranks without output layer.
+        """Return the log-probs of the response tokens under the model of this
+        `slime.trainer.role.Role`: [R_i] per sample, without gradient; None on ranks without the
+        output layer.
 
         Args:
-            micro_batches: the samples to score, others get zeros; None: all.
+            micro_batches: the samples to score, others get zeros; None for all.
         """
         ...
 
     def score_by_teacher(self, batch: TrainBatch, name: str, found: TeacherColumns) -> None:
-        """Let the teacher of this name score its samples, into their places in ``found``, on ranks
-        with output layer."""
+        """Let the teacher of this name score its samples; ranks with the output layer store the
+        scores in ``found``."""
         ...
 
 
@@ -168,12 +169,12 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
     """Train on one rollout.
 
     Returns:
-        (metrics of the rollout, ``train/`` values being means over its optimizer steps; the steps'
-        own metrics). Equal, but for timings, on every rank that holds the output layer; others lack
-        what is measured there.
+        The metrics of the rollout, in which ``train/`` values are means over its optimizer steps,
+        and the metrics of each step. Apart from timings, they are equal on all ranks that hold the
+        output layer; other ranks lack those that are measured there.
     Raises:
         NonFiniteTraining: NaN or Inf, unless ``--no-check-for-nan-in-loss-and-grad``.
-        UserError: the loss asks for something that the samples do not have.
+        UserError: the samples lack an input of the loss.
     """
     under_way = Update(trainer, batch)
     under_way.score()
@@ -185,24 +186,24 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
     return under_way.learn()
 
 
-#: A tensor [R] of each sample, by its place in the rollout (`TrainBatch.positions`).
+#: An array [R] for each sample, by its position in the rollout (`TrainBatch.positions`).
 ByPosition = dict[int, np.ndarray]
 
 
 def by_position(batch: TrainBatch, column: Sequence[Tensor] | None, ranks: Ranks) -> ByPosition:
-    """A column of the shard's samples, for ranks of another layout; {} if this rank does not speak
-    for the shard."""
+    """Key a column of the shard's samples by position, for ranks of another layout; {} if this rank
+    does not speak for the shard."""
     if column is None or not ranks.speaks_for_shard:
         return {}
     return {place: values.cpu().numpy() for place, values in zip(batch.positions, column)}
 
 
 def in_shard(batch: TrainBatch, found: ByPosition, ranks: Ranks) -> list[Tensor] | None:
-    """Inverse of `by_position`: the column of the shard's samples; None on ranks without output
-    layer."""
+    """Invert `by_position`: return the column of the shard's samples; None on ranks without the
+    output layer."""
     if not ranks.has_output:
         return None
-    # a copy: what Ray hands out cannot be written to
+    # a copy: arrays from Ray are read-only
     return [torch.tensor(found[place], device=ranks.device) for place in batch.positions]
 
 
@@ -227,14 +228,14 @@ class Update:
             score_by_teachers(self.trainer, self.batch, self.data, self.timers, self.memory)
 
     def set_values(self, values: ByPosition) -> None:
-        """Take the values of a critic on other ranks."""
+        """Set the values, which a critic on other ranks has computed."""
         self.data.values = in_shard(self.batch, values, self.trainer.ranks)
 
     def compute_advantages(self) -> None:
         compute_advantages(self.trainer, self.batch, self.data)
 
     def returns(self) -> tuple[ByPosition, ByPosition]:
-        """What a critic on other ranks learns: returns and loss masks."""
+        """Return the returns and loss masks, with which a critic on other ranks is trained."""
         ranks = self.trainer.ranks
         return (
             by_position(self.batch, self.data.returns, ranks),
@@ -248,7 +249,7 @@ class Update:
         )
 
     def learn(self) -> tuple[dict[str, float], list[dict[str, float]]]:
-        """Take the policy's steps, unless the critic learns alone; return as `update`."""
+        """Take the policy's steps, unless only the critic learns; returns the same as `update`."""
         trainer = self.trainer
         batch = self.batch
         data = self.data
@@ -298,7 +299,7 @@ def evaluate(trainer: Trainer, batch: TrainBatch) -> dict[str, float]:
         results = trainer.losses(batch, step_id, inputs_of)
         share = step.global_batch_size / total
         for name, value in sum_metrics(config, ranks, results).items():
-            if name == "loss":  # with --preference-sft-coef it is more than is to be compared
+            if name == "loss":  # with --preference-sft-coef it has terms that are not compared
                 continue
             means[f"eval/preferences/{name}"] = (
                 means.get(f"eval/preferences/{name}", 0.0) + share * value
@@ -317,9 +318,9 @@ class Scorer:
     Attributes:
         column: the field of `RolloutTensors` that it fills.
         role: name of the `slime.trainer.role.Role` whose model scores.
-        is_wanted: whether something reads the column.
-        as_engines: score with the weights that quantised engines compute with.
-        phase: its peak memory goes by this name.
+        is_wanted: tells whether something reads the column.
+        as_engines: whether to score with the weights of quantised engines.
+        phase: the name under which its peak memory is recorded.
     """
 
     column: str
@@ -332,9 +333,9 @@ class Scorer:
 def reuses_log_probs(config: Config, batch: TrainBatch) -> bool:
     """Tell whether the training pass's own log-probs can serve as the old policy's.
 
-    They are the same numbers when one optimizer step follows the rollout, and reuse saves a pass
-    over all samples. A pass of its own is needed when something reads them before the step (KL in
-    the reward, user functions), and for an estimator that says so.
+    They are the same numbers if one optimizer step follows the rollout, and reuse saves a pass over
+    all samples. A separate pass is needed if something reads them before the step (KL in the
+    reward, user functions), or if the estimator requires it.
     """
     flags = config.algorithm
     loss = policy_loss(config)
@@ -386,7 +387,7 @@ SCORERS = (
 def score(
     trainer: Trainer, batch: TrainBatch, data: RolloutTensors, timers: _Timers, memory: PhaseMemory
 ) -> None:
-    """Fill the column of each scorer whose column something reads."""
+    """Fill the columns that something reads."""
     for scorer in SCORERS:
         if scorer.is_wanted(trainer.config, batch):
             with timers.measure(scorer.column), memory.phase(scorer.phase):
@@ -424,13 +425,13 @@ def score_by_teachers(
 
 
 def compute_advantages(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) -> None:
-    """Fill ``kl``, ``advantages`` and ``returns``, then let the user's function postprocess all.
+    """Fill ``kl``, ``advantages`` and ``returns``, then let the user's function postprocess them.
 
-    The user's advantage function takes the estimator's place where there is one, also with
-    ``--disable-compute-advantages-and-returns``, which switches off the estimator alone.
+    A user's advantage function replaces the estimator, also with
+    ``--disable-compute-advantages-and-returns``, which disables only the estimator.
 
     Raises:
-        FunctionFailed: the user's function sets no advantages, or something that cannot be changed.
+        FunctionFailed: the user's function sets no advantages, or a key that cannot be changed.
         UserError: the loss needs advantages, and nothing sets any.
     """
     flags = trainer.config.algorithm
@@ -491,8 +492,8 @@ def _kl_in_the_reward(config: Config, data: RolloutTensors) -> list[Tensor]:
 
 
 def _distil_advantages(config: Config, data: RolloutTensors) -> None:
-    """Subtract the sampled reverse KL from the teacher. After whitening, so that its weight is that
-    of the flag whatever the rewards are."""
+    """Subtract the sampled reverse KL from the teacher. This follows whitening, so that its weight
+    does not depend on the rewards."""
     old = data.rollout_log_probs if config.algorithm.use_rollout_logprobs else data.log_probs
     assert data.advantages is not None and old is not None
     assert data.teacher is not None and data.teacher.log_probs is not None
@@ -529,9 +530,9 @@ def _call_advantage_function(trainer: Trainer, batch: TrainBatch, data: RolloutT
 
 
 def _without_effect(trainer: Trainer, data: RolloutTensors) -> dict[str, str]:
-    """Tensors of the rollout that nothing will read, with the reason: a function that assigns one
-    would be ignored."""
-    if not trainer.ranks.has_output:  # nothing is read here, and a function need not know that
+    """Return the tensors of the rollout that nothing will read, with the reason; assigning one
+    would have no effect."""
+    if not trainer.ranks.has_output:  # nothing is read here, which is no error of the function
         return {}
     flags = trainer.config.algorithm
     unread: dict[str, str] = {}
@@ -558,12 +559,12 @@ def train_critic(
     memory: PhaseMemory,
 ) -> list[dict[str, float]]:
     """Compute values, and advantages with them; take the critic's optimizer steps on the returns.
-    Return the metrics of each.
+    Return the metrics of each step.
 
-    Values and returns are those from before its first step, for the policy too.
+    Values and returns, also those for the policy, are from before the critic's first step.
 
     Raises:
-        NonFiniteTraining: as `learn`.
+        NonFiniteTraining: as for `learn`.
     """
     compute_values(critic, batch, data, timers, memory)
     compute_advantages(trainer, batch, data)
@@ -594,7 +595,7 @@ def learn_returns(
     timers: _Timers,
     memory: PhaseMemory,
 ) -> list[dict[str, float]]:
-    """Take the critic's optimizer steps on ``returns``; return the metrics of each."""
+    """Take the critic's optimizer steps on ``returns``; return the metrics of each step."""
     explained = _set_value_targets(rank, critic, data)
     with timers.measure("critic_train"):
         steps = [
@@ -606,7 +607,7 @@ def learn_returns(
 
 
 class CriticUpdate:
-    """The update of a critic on ranks of its own. Every method is collective."""
+    """The update of a critic on its own ranks. Every method is collective."""
 
     def __init__(self, rank: TrainerRank, critic: ValueLearner, batch: TrainBatch) -> None:
         self.rank = rank
@@ -618,7 +619,7 @@ class CriticUpdate:
         self.data = _initial_tensors(rank, batch)
 
     def values(self) -> ByPosition:
-        """The values from before training."""
+        """Return the values from before training."""
         compute_values(self.critic, self.batch, self.data, self.timers, self.memory)
         return by_position(self.batch, self.data.values, self.rank.ranks)
 
@@ -626,7 +627,7 @@ class CriticUpdate:
         """Take the optimizer steps; return metrics.
 
         Raises:
-            NonFiniteTraining: as `update`.
+            NonFiniteTraining: as for `update`.
         """
         ranks = self.rank.ranks
         self.data.returns = in_shard(self.batch, returns, ranks)
@@ -645,7 +646,7 @@ class CriticUpdate:
 def _set_value_targets(
     rank: TrainerRank, critic: ValueLearner, data: RolloutTensors
 ) -> dict[str, float]:
-    """Fill ``value_targets``; return how much of the returns the values explain. Collective."""
+    """Fill ``value_targets``; return the explained variance of the returns. Collective."""
     if data.values is None:
         return {}
     assert data.returns is not None, "an estimator with a critic computes returns"
@@ -666,7 +667,7 @@ def _set_value_targets(
 def learn(
     trainer: Trainer, batch: TrainBatch, data: RolloutTensors, memory: PhaseMemory
 ) -> list[dict[str, float]]:
-    """Take the rollout's optimizer steps; return the metrics of each.
+    """Take the rollout's optimizer steps; return the metrics of each step.
 
     Raises:
         NonFiniteTraining: NaN or Inf, unless ``--no-check-for-nan-in-loss-and-grad``.
@@ -686,10 +687,10 @@ def _train_step(
     step_id: int,
     policy: Trainer | None = None,
 ) -> dict[str, float]:
-    """Compute the gradients of all micro-batches, check them, apply them.
+    """Compute the gradients of all micro-batches, check them, and apply them.
 
     Args:
-        policy: what learns, if it is the policy.
+        policy: the trainer, if the policy learns; None for a critic.
     """
     step = batch.steps[step_id]
     preferences = (
@@ -740,7 +741,7 @@ def _loss_inputs(
     samples: list[int],
     preferences: PreferenceStep | None = None,
 ) -> LossInputs:
-    """The flat tensors of one micro-batch."""
+    """Return the flat tensors of one micro-batch."""
     flags = rank.config.algorithm
     where = rank.ranks.device
 
@@ -784,8 +785,8 @@ def _loss_inputs(
 
 
 def _loss_scale(config: Config, step: StepPlan) -> float:
-    """Turns the mean over a step's tokens into sums over trajectories, divided by a constant length
-    (Liu et al., arXiv:2503.20783, section 3.2)."""
+    """Return the factor that turns the mean over a step's tokens into the mean over trajectories of
+    sums divided by a constant length (Liu et al., arXiv:2503.20783, section 3.2)."""
     if not config.algorithm.sums_tokens:
         return 1.0
     longest = config.rollout.rollout_max_response_len
@@ -799,9 +800,9 @@ def _note_log_probs(
     results: Sequence[MicroBatchResult],
     step_id: int,
 ) -> None:
-    """Keep the training pass's log-probs as the rollout's where no scorer computed them.
+    """Keep the training pass's log-probs as the rollout's if no scorer computed them.
 
-    Only those from before training can be compared with the engine's: the first step's samples.
+    Only those from before training, of the first step's samples, can be compared with the engine's.
     """
     flags = trainer.config.algorithm
     has_none = flags.trains_reward_model or not trainer.ranks.has_output
@@ -821,7 +822,7 @@ def _note_log_probs(
 
 
 def _check_alignment(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) -> None:
-    """Warn if equal weights give policy and reference other bits: the KL must be exactly 0."""
+    """Warn if policy and reference differ despite equal weights: the KL must be exactly 0."""
     if not trainer.reference_is_policy or data.log_probs is None or data.ref_log_probs is None:
         return
     if trainer.config.train.use_rollout_routing_replay:  # the reference chooses its experts itself
@@ -851,7 +852,7 @@ def _not_applied(
     bad: list[int],
     policy: Trainer | None,
 ) -> None:
-    """Stop at a step with NaN or Inf and keep what explains it, or log that it is skipped.
+    """Stop at a step with NaN or Inf and record its data, or log that it is skipped.
 
     Raises:
         NonFiniteTraining: on every rank.
@@ -859,7 +860,7 @@ def _not_applied(
     megatron = rank.config.megatron
     ranks = rank.ranks
     indices = ranks.union([batch.sample_indices[i] for i in bad])
-    # a dynamic loss scale overflows now and then; that is how it finds its value
+    # a dynamic loss scale adjusts itself by overflowing now and then
     is_routine = megatron.fp16 and not indices and megatron.optimizer.get("loss_scale") is None
     functions = behind_the_loss(rank.config)
     if not megatron.check_for_nan_in_loss_and_grad or is_routine:
@@ -925,7 +926,7 @@ def _initial_tensors(rank: TrainerRank, batch: TrainBatch) -> RolloutTensors:
 
 
 def _dump(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) -> None:
-    """Write ``--save-debug-train-data``, one file for the samples of all ranks. Collective."""
+    """Write the file of ``--save-debug-train-data``, with the samples of all ranks. Collective."""
     pattern = trainer.config.debug.save_debug_train_data
     if not pattern:
         return

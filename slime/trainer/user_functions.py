@@ -1,4 +1,4 @@
-"""The user's functions in an update: loading them, and what they may change of a rollout."""
+"""The user's functions in an update: loading them, and checking their changes to a rollout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LOSS, TIS, REDUCER = (
 
 @dataclass
 class UserFunctions:
-    """The functions that the flags name; None where there is none. ``args`` is their first
+    """The functions that the flags name; None for a flag that is not set. ``args`` is their first
     argument."""
 
     args: Any
@@ -65,7 +65,7 @@ class UserFunctions:
         )
 
 
-#: Of the functions that see an update, those that may make its loss NaN, the last one called first.
+#: Flags of the functions that can make an update's loss NaN, in reverse order of their calls.
 _IN_THE_LOSS = (
     "custom_loss_function_path",
     "custom_pg_loss_reducer_function_path",
@@ -77,13 +77,13 @@ _IN_THE_LOSS = (
 
 
 def behind_the_loss(config: Config) -> list[str]:
-    """Return the user's functions that may have made a loss NaN, as messages name them."""
+    """Return the names, for messages, of the user's functions that may have made a loss NaN."""
     flags = vars(config.flat())
     return [*named_functions(flags, _IN_THE_LOSS), *makers_of_samples(flags)]
 
 
 def _reducer(path: str | None) -> Callable[..., Any] | None:
-    """Return the function that makes a reducer; errors in the reducer name the user's code too."""
+    """Return the function that makes a reducer, whose errors also name the user's code."""
     if path is None:
         return None
     make = user_function(path, REDUCER)
@@ -106,7 +106,7 @@ ASSIGNABLE = (
     "advantages", "returns", "loss_masks", "log_probs", "ref_log_probs", "rollout_log_probs",
 )  # fmt: skip
 
-#: Keys that a function reads, whose entries it must leave as they are.
+#: Keys that a function may read, but whose entries it must not change.
 READ_ONLY = (
     "tokens", "response_lengths", "total_lengths", "rewards", "raw_reward", "truncated",
     "sample_indices", "group_indices", "rollout_ids",
@@ -121,8 +121,8 @@ def _same(values: list[Any], before: list[Any]) -> bool:
 
 
 def rollout_data(batch: TrainBatch, data: RolloutTensors) -> dict[str, Any]:
-    """The dict that functions around the advantages read and change: one list entry per sample of
-    this rank."""
+    """Return the dict that the functions for advantages and postprocessing read and change, with
+    one list entry per sample of this rank."""
     return {
         "tokens": batch.tokens,
         "response_lengths": batch.response_lengths,
@@ -147,17 +147,17 @@ def change_rollout(
     data: RolloutTensors,
     without_effect: dict[str, str],
 ) -> Any:
-    """Call a function with ``rollout_data`` and take over into ``data`` what it assigned there.
+    """Call a function with ``rollout_data`` and copy its assignments into ``data``.
 
     Args:
-        call: the function, its other arguments given.
-        origin: the function in messages (`slime.user_code.loading.named`).
-        without_effect: keys of `ASSIGNABLE` that nothing would read after this, with the reason.
+        call: the function, with its other arguments bound.
+        origin: the function's name in messages (`slime.user_code.loading.named`).
+        without_effect: keys of `ASSIGNABLE` that nothing reads after this, with the reason.
     Returns:
-        What the function returned, which nothing reads.
+        The return value of the function, which is not used otherwise.
     Raises:
-        FunctionFailed: it assigned a key that cannot be changed or would have no effect, or
-            something else than one finite number per response token.
+        FunctionFailed: it assigned a key that cannot be changed or would have no effect, or a value
+            that is not one finite number per response token.
     """
     before = rollout_data(batch, data)
     view = dict(before)

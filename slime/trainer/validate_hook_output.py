@@ -1,8 +1,8 @@
-"""Checks of what users' functions return in training: kinds, shapes, and that a loss has the
-gradient of what the function was given.
+"""Checks of the return values of users' functions in training: types, shapes, and that a loss has
+a gradient with respect to the function's arguments.
 
-A loss without gradient would teach nothing, and a dimension too many would spread over all tokens,
-both silently.
+A loss without gradient would train nothing, and an extra dimension would be broadcast over all
+tokens, both silently.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CUT = (
 
 
 class UserValues:
-    """Remembers the tensors with gradient that a function is given, before it can change them in
+    """Records the tensors with gradient that are passed to a function, before it can change them in
     place.
 
     Example:
@@ -63,7 +63,7 @@ class UserValues:
         that the backward pass runs.
 
         Raises:
-            FunctionFailed: it would teach nothing; begins with ``what``.
+            FunctionFailed: it would train nothing; the message begins with ``what``.
         """
         if self.has_grad_path(value):
             return value
@@ -83,12 +83,12 @@ def loss_and_metrics(
     """Return the checked output of a loss function, the metrics as 0-dimensional tensors.
 
     Args:
-        given: log-probs and logits, by which the loss must come.
+        given: log-probs and logits, from which the loss must be computed.
         masks: flat [T].
-        origin: the function in messages (`slime.user_code.loading.named`).
+        origin: the function's name in messages (`slime.user_code.loading.named`).
     Raises:
-        FunctionFailed: no such pair, a loss of another shape or without gradient, a metric that is
-            no number.
+        FunctionFailed: not such a pair, a loss of another shape or without gradient, or a metric
+            that is not a number.
     """
     if not isinstance(returned, (tuple, list)) or len(returned) != 2:
         raise FunctionFailed(
@@ -116,11 +116,11 @@ def loss_and_metrics(
 
 
 def check_summed(values: Any, masks: Tensor, origin: str) -> None:
-    """Check what a loss function hands to ``sum_of_sample_mean``: another shape would spread over
-    all tokens.
+    """Check the argument that a loss function passes to ``sum_of_sample_mean``: another shape would
+    be broadcast over all tokens.
 
     Raises:
-        FunctionFailed: it is not one value per response token.
+        FunctionFailed: it does not have one value per response token.
     """
     if not isinstance(values, Tensor) or values.shape != masks.shape:
         raise FunctionFailed(
@@ -133,7 +133,7 @@ def check_summed(values: Any, masks: Tensor, origin: str) -> None:
 
 
 def check_reducer(reduce: Any, origin: str) -> None:
-    """Check the reducer that the user's function made.
+    """Check the reducer that the user's function returned.
 
     Raises:
         FunctionFailed: it cannot be called with the losses.
@@ -153,7 +153,7 @@ def check_reducer(reduce: Any, origin: str) -> None:
         raise FunctionFailed(
             f"{origin} returned a function that cannot be called with (losses)", why, fix
         ) from error
-    except ValueError:  # some builtins have no signature; the call will tell
+    except ValueError:  # some builtins have no signature; a call will show any error
         return
 
 
@@ -162,9 +162,9 @@ def reduced_loss(value: Any, given: UserValues, masks: Tensor, origin: str) -> T
 
     Args:
         given: the loss of each token.
-        masks: flat [T], those in force.
+        masks: flat [T], after any correction.
     Raises:
-        FunctionFailed: it is no single number, or lacks the gradient of the losses.
+        FunctionFailed: it is not a single number, or lacks the gradient of the losses.
     """
     fix = "reduce the losses that it is given to a tensor of shape []: a sum over samples"
     what = f"the reducer of {origin} returned {described(value)}"
@@ -172,11 +172,11 @@ def reduced_loss(value: Any, given: UserValues, masks: Tensor, origin: str) -> T
 
 
 def _number(value: Any, like: Tensor, what: str, fix: str) -> Tensor:
-    """``value`` as a 0-dimensional tensor.
+    """Return ``value`` as a 0-dimensional tensor.
 
     Args:
-        like: on the device where it is wanted.
-        what: what the function did with it, for the message.
+        like: a tensor on the target device.
+        what: the beginning of an error's message.
     """
     value = _real(value, what, fix)
     if not isinstance(value, Tensor) or value.shape:
@@ -185,7 +185,7 @@ def _number(value: Any, like: Tensor, what: str, fix: str) -> Tensor:
 
 
 def _real(value: Any, what: str, fix: str) -> Any:
-    """A plain number as a tensor; anything else as it is.
+    """Convert a plain number to a tensor; return anything else unchanged.
 
     Raises:
         FunctionFailed: it is complex, or does not fit a float.
@@ -219,12 +219,12 @@ _CORRECTION = (
 def mismatch_metrics(
     returned: Any, token_loss: Tensor, taken: Collection[str], origin: str
 ) -> dict[str, Tensor]:
-    """Return the metrics [T] of a correction; a single number counts for each token.
+    """Return the metrics [T] of a correction; a single number applies to every token.
 
     Args:
-        taken: names that the trainer's own metrics have.
+        taken: names of the trainer's own metrics.
     Raises:
-        FunctionFailed: it returned no three things, or metrics that are not one number per token.
+        FunctionFailed: it did not return three values, or a metric is not one number per token.
     """
     if not isinstance(returned, (tuple, list)) or len(returned) != 3:
         raise FunctionFailed(
@@ -266,8 +266,8 @@ def corrected_loss(
     Args:
         given: ``token_loss``.
     Raises:
-        FunctionFailed: other shapes, a loss without gradient, masks with other values than 0, 1 and
-            what they were.
+        FunctionFailed: other shapes, a loss without gradient, or masks with values other than 0, 1
+            and the previous ones.
     """
     loss = returned[0]
     if not isinstance(loss, Tensor) or loss.shape != token_loss.shape:
@@ -290,10 +290,10 @@ def corrected_loss(
 
 
 def check_masks(masks: Sequence[Tensor], before: Sequence[Tensor], origin: str) -> None:
-    """Check that loss masks have no other values than 0, 1 and what they were.
+    """Check that loss masks have only the values 0, 1 and the previous ones.
 
     Raises:
-        FunctionFailed: they have.
+        FunctionFailed: a mask has another value.
     """
     if not all(((now == 0) | (now == 1) | (now == then)).all() for now, then in zip(masks, before)):
         raise FunctionFailed(
@@ -309,15 +309,15 @@ def check_masks(masks: Sequence[Tensor], before: Sequence[Tensor], origin: str) 
 def per_token(
     values: Any, masks: Sequence[Tensor], indices: Sequence[int | None], what: str
 ) -> list[Tensor]:
-    """``values`` as float32 tensors [R] of each sample, on the device of the masks, without
+    """Return ``values`` as float32 tensors [R] of each sample, on the device of the masks, without
     gradient.
 
     Args:
         masks: [R] of each sample.
-        indices: by which the user knows the samples.
-        what: what the function did, for messages.
+        indices: of the samples, for messages.
+        what: the beginning of an error's message.
     Raises:
-        FunctionFailed: they are something else.
+        FunctionFailed: they are not one number per response token.
     """
     fix = "give a list with one float32 tensor [R] per sample, R being its response tokens"
     is_list = isinstance(values, (list, tuple)) or len(getattr(values, "shape", ())) == 2
@@ -345,7 +345,7 @@ def per_token(
 
 
 def are_finite(values: Sequence[Tensor], masks: Sequence[Tensor]) -> bool:
-    """Tell whether no value [R] of a token that is trained is NaN or infinite."""
+    """Tell whether the values of all trained tokens are finite."""
     return not values or bool(
         (torch.cat(list(values)).isfinite() | (torch.cat(list(masks)) == 0)).all()
     )
@@ -354,10 +354,10 @@ def are_finite(values: Sequence[Tensor], masks: Sequence[Tensor]) -> bool:
 def check_finite(
     values: Sequence[Tensor], masks: Sequence[Tensor], indices: Sequence[int | None], what: str
 ) -> None:
-    """Check that no value of a trained token is NaN or infinite.
+    """Check that the values of all trained tokens are finite.
 
     Raises:
-        FunctionFailed: one is.
+        FunctionFailed: a value is NaN or infinite.
     """
     if are_finite(values, masks):
         return

@@ -206,7 +206,7 @@ def test_a_part_that_is_no_target_is_in_no_file() -> None:
         (
             "Qwen/Qwen3-30B-A3B",
             {"lora_target_modules": ATTENTION, "lora_experts": "shared-outer"},
-            "no target",
+            "without adapters of routed experts",
         ),
         (
             "Qwen/Qwen3-0.6B",

@@ -89,7 +89,7 @@ def test_help_of_training(name: str, capsys: pytest.CaptureFixture[str]) -> None
     text = capsys.readouterr().out
     for expected in (
         "usage: slime train",
-        "rollout: Sampling",
+        "rollout: Generation",
         "--rollout-batch-size INT",
         "--moe-permute-fusion",
     ):
@@ -298,7 +298,7 @@ def test_a_flag_is_shown_with_its_declaration_and_its_value_in_a_run(
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert lines == [
         "--opsm-delta FLOAT",
-        "Sequence KL above which a sample of negative advantage is masked.",
+        "Sequence KL above which a sample with negative advantage is masked.",
         "default: 0.0001",
         "range: at least 0",
         "status: works; refused without --use-opsm",

@@ -13,7 +13,7 @@ from slime.config import Config, make_config, parse_args
 from slime.config.flags import all_flags
 from slime.errors import UserError
 from slime.models import family_of
-from slime.models.model_flags import _beside_transformer, check_model_flags, merge_transformer
+from slime.models.model_flags import _outside_transformer, check_model_flags, merge_transformer
 
 QWEN3_4B_MODEL = """
     --swiglu --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32
@@ -258,7 +258,11 @@ def test_model_flags_that_agree_with_the_checkpoint(rope: dict[str, Any]) -> Non
             32,
             "2 flags contradict (.*)--num-query-groups 8, but it is 32; --group-query-attention",
         ),
-        ("max_position_embeddings", 200, "--max-position-embeddings 40960, but it is made for 200"),
+        (
+            "max_position_embeddings",
+            200,
+            "--max-position-embeddings 40960, but the model supports 200",
+        ),
     ],
 )
 def test_model_flags_that_contradict_the_checkpoint(key: str, value: Any, expected: str) -> None:
@@ -327,7 +331,7 @@ def test_no_flag_of_the_model_is_ignored() -> None:
     flags = [
         spec for spec in all_flags().values() if "model" in spec.sections and not spec.meta.refused
     ]
-    compared = _beside_transformer(family_of(QWEN3_4B).model_spec(QWEN3_4B))
+    compared = _outside_transformer(family_of(QWEN3_4B).model_spec(QWEN3_4B))
     told = ("Always so", "The only", "Batches come from the rollout", "Changes nothing")
     ignored = [
         spec.dest for spec in flags if spec.dest not in compared and not spec.help.startswith(told)

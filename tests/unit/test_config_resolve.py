@@ -655,7 +655,7 @@ def test_deepep_and_sequence_parallel_without_tensor_parallel_are_warned_of() ->
             {"save_debug_train_data": "{rollout_id!s:.1}", "num_rollout": 20},
         ),
         (
-            "with the second the master weights too",
+            "second moments and master weights",
             {"offload_optimizer_states": True, "optimizer_cpu_offload": True},
         ),
         ("needs --update-weight-disk-dir", {"update_weight_transport": "disk"}),

@@ -319,7 +319,7 @@ PATTERN = ["linear_attention", "full_attention"]
     [
         ({"layer_types": PATTERN, "full_attention_interval": 4}, "contradicts itself on the kinds"),
         ({"layer_types": ["linear_attention", "mamba"]}, "sets layer_types"),
-        ({"linear_num_value_heads": 3}, "do not belong to whole heads of keys"),
+        ({"linear_num_value_heads": 3}, "value heads are not a multiple"),
         ({"attention_bias": True}, "attention_bias"),
         ({"attn_output_gate": False}, "changes the gates"),
         ({"output_gate_type": "sigmoid"}, "changes the gates"),

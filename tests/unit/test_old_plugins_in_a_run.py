@@ -478,7 +478,9 @@ def test_singletons_and_ports() -> None:
 def test_the_fully_asynchronous_rollout_needs_one_that_is() -> None:
     path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
     warnings = make_config(**FLAGS, rollout_function_path=path).warnings
-    assert ["which --rollout-function-path asks for" in warning for warning in warnings] == [True]
+    assert ["--rollout-function-path asks for generation" in warning for warning in warnings] == [
+        True
+    ]
     assert not make_config(
         **FLAGS, rollout_function_path=path, entry="train_async", rollout_num_gpus=1
     ).warnings

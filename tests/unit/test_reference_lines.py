@@ -140,7 +140,7 @@ def test_the_spec_of_a_family_that_is_built_in_stands_for_its_table(
 ) -> None:
     config = make_config(spec=[module, "get_spec"])
     assert config.train.spec == () and any(
-        f"{family} are built in" in warning for warning in config.warnings
+        f"slime builds the layers of {family}" in warning for warning in config.warnings
     )
 
 

@@ -528,7 +528,7 @@ def test_one_long_sample_is_told_apart() -> None:
 
 def test_colocated_engines_are_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asleep = advice(colocate=True, sglang_mem_fraction_static=0.8)
-    assert "--sglang-mem-fraction-static 0.8 → 0.6: if the engines, which sleep now" in asleep
+    assert "--sglang-mem-fraction-static 0.8 → 0.6: if the sleeping engines hold more" in asleep
     awake = advice(colocate=True, sglang_mem_fraction_static=0.8, offload_rollout=False)
     assert "--offload-rollout" in awake and "--sglang-mem-fraction-static 0.8 → 0.6" in awake
     assert "--sglang-mem-fraction-static" not in advice()

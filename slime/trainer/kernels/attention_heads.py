@@ -5,8 +5,8 @@
        q q q q k v │ q q q q k v │ …            key   [T, groups, dim]              norm, rotation
                                                 value [T, groups, dim]
 
-Unfused, these are a copy, two norms and two rotations, each of which reads and writes everything,
-and twice as many passes backward. The arithmetic is in float32.
+Unfused, these are a copy, two norms and two rotations, each of which reads and writes all of it,
+and twice as many passes in the backward pass. The arithmetic is in float32.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TOKENS = 32  # tokens of a tile, which has one head
-# tiles per program in the backward pass, which sums them to one partial gradient of a norm's weight
+_TOKENS = 32  # tokens of a tile; a tile covers one head
+# tiles per backward program, which sums them to one partial gradient of a norm's weight
 _TILES = 4
 
 

@@ -1,6 +1,6 @@
 """Root-mean-square norm, forward and backward in one pass each.
 
-torch takes several (docs/performance.md has what it cost).
+torch needs several passes (measured in docs/performance.md).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 _ELEMENTS_PER_PROGRAM = 4096  # a tile in registers: rows × columns
-# of the backward pass, each with a partial gradient of the weight: 8 per multiprocessor of an H200
+# backward programs, each with a partial gradient of the weight: 8 per multiprocessor of an H200
 _MOST_PROGRAMS = 1056
 
 
@@ -71,7 +71,7 @@ def _shape(width: int) -> dict[str, int]:
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """x [..., H] · weight [H] / rms(x), in float32 inside; keeps ``x`` alone for the backward pass.
+    """x [..., H] · weight [H] / rms(x), computed in float32; saves only ``x`` and the weight.
 
     Args of ``apply``: x, weight, eps.
     Source: Zhang & Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467).
