@@ -328,7 +328,7 @@ class Engines:
                 engine_of(self.config).remedies(server_exit.exception),
             )
         logger.warning(
-            "%s %s; it is restarted; engines that continue meanwhile: %d",
+            "%s %s; it is started again; engines that continue meanwhile: %d",
             with_pid(engine.name, server_exit.pid),
             how,
             len(self.table.policy),

@@ -227,15 +227,20 @@ class _ForkServer:
         self._reap()  # it may have ended before the handler was there
 
     def load(self, modules: Sequence[str]) -> None:
-        """Import ``modules``. If one of them starts a thread, every request is refused."""
+        """Import ``modules``. If one of them starts a thread, every request is refused.
+
+        One that cannot be imported is left to the processes that need it, which report the error: a
+        host without a trainer needs no Megatron.
+        """
         one_thread = dict.fromkeys({_THREADS, "OPENBLAS_NUM_THREADS"} - os.environ.keys(), "1")
         os.environ.update(one_thread)  # else numpy starts a pool of threads
         gc.disable()  # no garbage yet: collections would take a fifth of the time
         for name in modules:
             module, _, attribute = name.partition(":")
-            imported = importlib.import_module(module)
-            if attribute:
-                getattr(imported, attribute)  # transformers imports when it is asked
+            with contextlib.suppress(Exception, SystemExit):
+                imported = importlib.import_module(module)
+                if attribute:
+                    getattr(imported, attribute)  # transformers imports when it is asked
         gc.enable()
         gc.freeze()
         for name in one_thread:

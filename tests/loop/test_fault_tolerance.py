@@ -144,7 +144,7 @@ def test_requests_of_an_engine_that_hangs_are_sent_again(begin: Start, hold: Pat
     (hold / "hold-request-0").unlink()
     assert driver.end() == 0 and driver.steps() == [1, 2], driver.stderr
     assert (
-        "gave no sign of life for 2 s and was killed; it is restarted; engines that continue "
+        "gave no sign of life for 2 s and was killed; it is started again; engines that continue "
         "meanwhile: 1" in driver.stderr
     )
     [first, _] = [row for row in driver.rows() if "rollout/raw_reward" in row]
@@ -172,7 +172,7 @@ def test_an_engine_that_hangs_at_a_push_is_left_out(
         and "an engine died during a weight push, which is repeated" in driver.stderr
     )
     assert (
-        "gave no sign of life for 3 s and was killed; it is restarted; engines that continue "
+        "gave no sign of life for 3 s and was killed; it is started again; engines that continue "
         "meanwhile: 1" in driver.stderr
     )
     driver.leaves_nothing()

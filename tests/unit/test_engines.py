@@ -226,7 +226,7 @@ def test_a_dead_engine_leaves_at_once_and_comes_back_with_a_push(
     world.engines.poll_for_deaths()
     assert world.log == ["out 1", "start 1"] and world.behind_router == {0}
     assert (
-        "engine-1 (pid 4711) was killed (SIGKILL); it is restarted; engines that continue "
+        "engine-1 (pid 4711) was killed (SIGKILL); it is started again; engines that continue "
         "meanwhile: 1" in caplog.text
     )
     world.weights.push()  # not up yet: the other one goes on alone

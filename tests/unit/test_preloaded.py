@@ -160,6 +160,18 @@ def test_a_variable_that_is_read_once_needs_a_new_process(
         fork(tmp_path, _SAYS, **{variable: "7"})
 
 
+@pytest.mark.parametrize("error", ["ImportError('not here')", "SystemExit(1)"])
+def test_a_module_that_cannot_be_imported_is_left_to_those_who_need_it(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    (tmp_path / "absent.py").write_text(f"raise {error}\n")
+    monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}")
+    serve("absent,decimal")
+    process, output = fork(tmp_path, _SAYS)
+    assert process.wait(30) == 0
+    assert json.loads(output.read_text().splitlines()[0])["loaded"]
+
+
 def test_a_server_with_two_threads_forks_nothing(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
