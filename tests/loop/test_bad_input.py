@@ -83,7 +83,7 @@ def test_wrong_keys_name_those_there_are_and_the_nearest(refuse: Callable[..., s
         ({"prompt": " ", "label": "3"}, "empty prompt"),
         ({"prompt": None, "label": "3"}, "found None"),
         ('{"prompt": "1+', "not valid JSON"),
-        ("[1, 2]", "no JSON objects"),
+        ("[1, 2]", "are not JSON objects"),
     ],
     ids=["empty", "none", "malformed", "no object"],
 )
@@ -154,7 +154,7 @@ def test_weights_that_are_not_whole(refuse: Callable[..., str], model: Path) -> 
     content = weights.read_bytes()
     tensors = load(content)
     weights.write_bytes(content[:100_000])
-    assert "cut short" in refuse("--hf-checkpoint", model)
+    assert "the download was incomplete" in refuse("--hf-checkpoint", model)
     save_file(
         {name: tensor for name, tensor in tensors.items() if "layers.1." not in name}, weights
     )

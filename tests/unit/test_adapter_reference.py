@@ -91,7 +91,7 @@ def test_an_adapter_that_nothing_compares_with_is_no_reference(tmp_path: Path) -
         "ref_load": str(tmp_path / "a"),
     }
     for flags, said in (
-        (LORA, "no KL term compares with that"),
+        (LORA, "which no KL term uses"),
         (LOSS, "this run trains a whole model"),
         (LORA | LOSS | {"ref_ckpt_step": 3}, "is a PEFT adapter"),
         (LORA | LOSS | {"lora_rank": 4}, "pass --lora-rank 3, or leave --ref-load out"),

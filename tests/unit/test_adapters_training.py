@@ -474,7 +474,7 @@ def test_what_does_not_belong_to_the_adapters_is_refused(tmp_path: Path) -> None
     for flags, said in (
         (run | LORA | {"lora_alpha": 7.0}, "--lora-alpha gave 6.0, now 7.0"),
         (run | LORA | {"lora_target_modules": ("q_proj",)}, "--lora-target-modules"),
-        (run, "adapters alone"),
+        (run, "it holds only adapters"),
         ({"load": str(tmp_path / "other")} | LORA, "another base model"),
     ):
         with pytest.raises(UserError) as caught:

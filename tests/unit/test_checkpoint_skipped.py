@@ -48,7 +48,7 @@ def without_a_shard_in_the_manifest(directory: Path) -> str:
 
 def of_another_iteration(directory: Path) -> str:
     shutil.copyfile(directory.parent / "iter_0000003" / ckpt.MANIFEST, directory / ckpt.MANIFEST)
-    return "it was written as iter_0000003"
+    return "was written as iter_0000003"
 
 
 def gone(directory: Path) -> str:

@@ -127,7 +127,7 @@ def test_a_group_that_is_not_sent_whole_is_an_error() -> None:
     both: Any = {"a": ("a", "b"), "b": ("a", "b")}.__getitem__
     with pytest.raises(ValueError, match=r"not sent: \['b'\]"):
         list(pack([("a", torch.zeros(1))], 100, together=both))
-    with pytest.raises(ValueError, match="several dtypes"):
+    with pytest.raises(ValueError, match="different dtypes"):
         list(pack([("a", torch.zeros(1)), ("b", torch.zeros(1).bfloat16())], 100, together=both))
 
 

@@ -132,5 +132,5 @@ def test_features_behind_layers_of_another_stage_are_refused(alone: Callable[[st
     config = seeing(read_hf_config(flags["hf_checkpoint"]))
     spec = family_of(config).model_spec(config)
     layout = {"pipeline_model_parallel_size": 4, "actor_num_gpus_per_node": 4}
-    with pytest.raises(UserError, match="behind its first 2 layers, and the first stage has 1"):
+    with pytest.raises(UserError, match="its first 2 layers, but the first stage has only 1"):
         check_layout(spec, make_config(**flags, **layout))

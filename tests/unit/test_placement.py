@@ -180,7 +180,7 @@ def test_who_failed_tells_while_the_others_train(
     assert group.failed_step() == [f"failed step of {fails}"]
     fake.get = lambda refs: [None for _ in refs]
     monkeypatch.setattr(trainer_group.deadlines, "TRAINER_GROUP_QUICK_CALL", 0.01)
-    with pytest.raises(UserError, match="no rank tells"):
+    with pytest.raises(UserError, match="no rank has returned its failed step"):
         group.failed_step()
 
 
@@ -198,7 +198,7 @@ def test_a_rank_that_is_gone_does_not_hide_what_the_others_tell(
     monkeypatch.setattr(trainer_group, "ray", SimpleNamespace(get=lambda refs: refs))
     assert group.failed_step() == ["failed step of trainer"]
     group._actors = {}
-    with pytest.raises(UserError, match="no rank tells"):
+    with pytest.raises(UserError, match="no rank has returned its failed step"):
         group.failed_step()
 
 

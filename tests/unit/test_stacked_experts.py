@@ -168,5 +168,5 @@ def test_a_stack_is_no_linear_layer() -> None:
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
         )
         assert quantisation is not None
-        with pytest.raises(UserError, match="stacks"):
+        with pytest.raises(UserError, match="their experts are stacked"):
             check(family, spec, replace(quantisation))

@@ -205,7 +205,7 @@ def test_layouts_that_do_not_fit_are_refused_by_number(checkpoint: tuple[Path, A
 @pytest.mark.parametrize(
     ("facts", "tensor", "said"),
     [
-        ({"num_attention_heads": 12, "num_query_groups": 4}, 6, "4 heads of keys and values"),
+        ({"num_attention_heads": 12, "num_query_groups": 4}, 6, "4 key-value heads"),
         (
             {"num_attention_heads": 12, "num_query_groups": 12, "ffn_hidden_size": 64},
             3,
