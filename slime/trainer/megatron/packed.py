@@ -76,7 +76,7 @@ class AttentionBlock:
 
 @dataclass
 class PaddedLayout:
-    """Dense blocks of sequences. Cells after a sequence repeat its last token, unseen by queries.
+    """Dense blocks of sequences. Cells after a sequence repeat its last token, hidden from queries.
 
     Attributes:
         gather: int64 [cells], packed position of each cell; blocks are concatenated.
