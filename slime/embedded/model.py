@@ -38,10 +38,10 @@ class Heads(NamedTuple):
 
 
 class Attend(Protocol):
-    """The attention of a forward pass to the tokens and those before them.
+    """The attention of a forward pass, from its tokens to these and earlier ones.
 
     Attributes:
-        states: of gated delta nets; None for a model without them.
+        states: states of gated delta nets; None for a model without them.
     """
 
     states: StateRows | None
@@ -51,7 +51,7 @@ class Attend(Protocol):
 
 
 class _GrowingQueries:
-    """An `Attend` that multiplies each token's queries by a factor, [tokens], and calls another."""
+    """Multiplies each token's queries by a factor, [tokens], before it calls another `Attend`."""
 
     def __init__(self, attend: Attend, factors: torch.Tensor) -> None:
         self._attend = attend
@@ -64,16 +64,15 @@ class _GrowingQueries:
 
 
 class Observer(Protocol):
-    """Looks into a forward pass (`slime align`)."""
+    """Receives intermediate values of a forward pass (`slime align`)."""
 
     def saw(self, name: str, value: torch.Tensor) -> None:
         """Take a value [tokens, hidden]: "embedding", "0.attention norm", "0.attention", "0.mlp
-        norm", "0.mlp", "0", …, "norm". Of a part of a layer it is what the part adds, of a layer
-        and the embedding the hidden states behind it."""
+        norm", "0.mlp", "0", …, "norm". For attention and MLP the value is their residual summand,
+        for a layer and the embedding the hidden states after it."""
 
     def experts(self, layer: int) -> torch.Tensor | None:
-        """Return the choices to take in this layer (`ExpertMLP`); None leaves them to the
-        router."""
+        """Return the experts to use in this layer (`ExpertMLP`); None lets the router choose."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class MixerInput:
     Attributes:
         normed: [tokens, hidden].
         rotary: cos and sin of the tokens' positions.
-        attend: to the tokens before them.
+        attend: the attention of this forward pass.
         adapted: the tokens' adapters; None if no token has one.
     """
 
@@ -115,12 +114,11 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A decoder-only model without any state of its own: keys and values live in the `KVCache` it
-    is given.
+    """A decoder-only model without state; the caller's `KVCache` stores keys and values.
 
     Args:
-        embedding: by token.
-        head: the output layer; shares the embedding's weight when tied.
+        embedding: token embedding.
+        head: the output layer; it shares the embedding's weight if they are tied.
         num_positions: longest sequence, for the rotary tables.
     """
 
@@ -159,11 +157,11 @@ class Decoder:
         are int64 [tokens].
 
         Args:
-            chosen: gets the chosen experts, int64 [tokens, k] for each layer that has experts.
-            observer: is shown each part's output; costs a subtraction per part.
+            chosen: receives the chosen experts, int64 [tokens, k] per layer with experts.
+            observer: receives intermediate values.
             adapted: the tokens' adapters; None if no token has one.
-            axis_positions: [3, tokens] in time, row and column; None: ``positions``.
-            seen: features of images in place of tokens.
+            axis_positions: [3, tokens] in time, row and column; default: ``positions``.
+            seen: image features that replace embeddings of placeholder tokens.
         """
         places = positions if axis_positions is None else axis_positions
         angles = {
@@ -218,7 +216,7 @@ class Decoder:
         """Return rows of a rotary table [positions, 1, dims] for tokens, [tokens, 1, dims].
 
         Args:
-            positions: [tokens], or [3, tokens] where pairs turn by different positions.
+            positions: [tokens], or [3, tokens] if pairs are rotated by different positions.
         """
         if positions.dim() == 1:
             return table[positions]
@@ -240,7 +238,7 @@ class Decoder:
         norm: torch.Tensor | None,
         adapted: AdaptedRows | None,
     ) -> torch.Tensor:
-        """Add the output of a part to ``hidden``, normalised or scaled where the model does so."""
+        """Add the output of ``part`` to ``hidden``, with the model's post-norm and scale if any."""
         scale = self.arch.spec.residual_scale
         if norm is None and scale == 1.0:
             return part(hidden, adapted)

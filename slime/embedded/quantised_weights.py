@@ -1,10 +1,10 @@
 """Keep the stored form of quantised weights in an engine that computes with dequantised ones.
 
-    update ─► stored parts (INT4, FP8), kept as they came
-           ─► weight in the engine's dtype, once all its parts are there
+    update ─► stored parts (INT4, FP8), kept as received
+           ─► weight in the engine's dtype, after all its parts have arrived
 
-The stored parts are kept because trainer and engine compare them; they are a quarter or half of the
-weights' size.
+The stored parts are kept so that trainer and engine can compare them. They take a quarter or half
+of the weights' memory.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from slime.models.quantised import Int4, Quantisation
 
 
 def import_library_for(model_path: str) -> None:
-    """Import compressed-tensors if the model needs it. It imports transformers, which fails in a
-    thread while another one, that of the tokenizer, imports it too.
+    """Import compressed-tensors if the model needs it. Call this before the tokenizer's thread
+    starts: both import transformers, which fails in two threads at once.
 
     Raises:
-        UserError: the model's quantisation is not known, compressed-tensors is needed and not
+        UserError: the model's quantisation is unknown, or compressed-tensors is needed and not
             installed.
     """
     path = Path(model_path) / "config.json"
@@ -42,8 +42,8 @@ class StoredForm:
     """The quantised tensors of a model, by name.
 
     Attributes:
-        tensors: those that have come.
-        names: of every tensor that an update brings, plain ones included.
+        tensors: the received tensors.
+        names: names of all tensors of a complete update, including unquantised ones.
     Raises:
         UserError: compressed-tensors is needed and not installed.
     """
@@ -56,7 +56,7 @@ class StoredForm:
         served = parameters.served
         self.names = tuple(served)
         plain = parameters.stored
-        # a weight in FP8 has the name of the plain one, but a dtype of its own
+        # an FP8 weight has the name of the unquantised weight, but its own dtype
         self._table = {
             name: facts for name, facts in served.items() if name not in plain or facts[0]
         }
@@ -70,7 +70,7 @@ class StoredForm:
         return self._table[name][1]
 
     def problem(self, name: str, dtype: str) -> str:
-        """Explain why a tensor of this dtype cannot be this part; "" if it can."""
+        """Return why a tensor of this dtype cannot be the part ``name``; "" if it can."""
         wanted = self._table[name][0]
         is_scale = name.endswith(SCALE_NAMES) and "float" in dtype
         return (
@@ -80,11 +80,11 @@ class StoredForm:
         )
 
     def begin(self) -> None:
-        """Forget which parts have come: parts of another version follow."""
+        """Forget which parts have arrived, before those of another version."""
         self._fresh = {}
 
     def take(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
-        """Keep a part; the weight and its name once all parts have come."""
+        """Store a part. Return (name, dequantised weight) if all its parts have arrived."""
         module = self.quantisation.module(name)
         assert module is not None
         own = tensor.dtype if self._table[name][0] else self._dtype
@@ -94,8 +94,8 @@ class StoredForm:
         fresh.add(name)
         if fresh != names:
             return None
-        # a push that failed half-way comes again under the same version: what is whole stays so,
-        # and is made anew
+        # a failed push may be repeated under the same version; complete weights stay complete and
+        # are dequantised again
         return f"{module}.weight", dequantise(
             module, self.tensors, self.quantisation.scheme, self._dtype
         )
@@ -107,8 +107,8 @@ class StoredForm:
         self._fresh = {}
 
     def held(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return all weights by the names that updates use, plain and quantised; parts that never
-        came are left out."""
+        """Return all weights by the names that updates use, unquantised and quantised, without
+        parts that never arrived."""
         found = {
             name: self.tensors.get(name) if name in self else named.get(name) for name in self.names
         }

@@ -1,12 +1,12 @@
 """Next tokens and their log-probs from logits, for all rows of a step at once.
 
-The draw inverts the distribution function at one uniform number per row, u = hash(seed, position):
-one pass over the vocabulary instead of noise for every entry of it, and the same token for the same
-seed in whatever batch.
+The draw inverts the cumulative distribution at one uniform number per row, u = hash(seed,
+position). It needs one pass over the vocabulary, without noise for every entry, and the same seed
+gives the same token in every batch.
 
-The log-prob reported is that of the temperature-scaled distribution before top-k, top-p and min-p
-(and after penalties and biases, which change the logits), as SGLang reports it. Greedy rows count
-as temperature 1.
+As in SGLang, the reported log-prob is that of the temperature-scaled distribution before top-k,
+top-p and min-p, but after penalties and biases, which change the logits. Greedy rows have
+temperature 1.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass
 class Sampled:
-    """One entry per row; ``finite`` is False where the logits were not (the token is then
-    meaningless)."""
+    """Results with one entry per row. If ``finite`` is False, the logits were not finite and the
+    token is undefined."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -38,7 +38,7 @@ class Sampled:
 def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> Sampled:
     """Sample one token per row; row i of logits [rows, vocab] belongs to ``sequences[i]``.
 
-    Fills ``top_logprobs``, ``sampling_mask`` and ``sampling_logprobs`` of the sequences that want
+    Fills ``top_logprobs``, ``sampling_mask`` and ``sampling_logprobs`` of sequences that request
     them.
     """
     probs = _probabilities(logits, sequences)
@@ -68,8 +68,8 @@ def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> Sampled:
 
 
 def uniforms(seeds: Rows[int], positions: Rows[int]) -> np.ndarray:
-    """Return float64 in [0, 1), a function of (seed, position) alone: two rounds of splitmix64's
-    mixer.
+    """Return float64 numbers in [0, 1) that depend only on (seed, position), with two rounds of
+    splitmix64's mixer.
 
     Example:
         >>> a, b = uniforms([7, 7], [10, 11]); a != b and a == uniforms([7], [10])[0]
@@ -119,8 +119,8 @@ def _probabilities(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Ten
 
 
 def _change_logits(row: torch.Tensor, sequence: Sequence) -> None:
-    """Penalties over the tokens sampled so far, biases, and no stop token before
-    ``min_new_tokens``; in place."""
+    """Apply penalties for sampled tokens and biases, and forbid stop tokens before
+    ``min_new_tokens``, in place."""
     params = sequence.params
     if sequence.output_ids:
         seen, counts = torch.tensor(sequence.output_ids, device=row.device).unique(
@@ -138,11 +138,11 @@ def _change_logits(row: torch.Tensor, sequence: Sequence) -> None:
 
 
 def _draw(probs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Invert the distribution function at ``targets`` [rows]; returns tokens and row sums.
+    """Invert the cumulative distribution at ``targets`` [rows]; return tokens and row sums.
 
-    Two levels, blocks and then entries of one block, so that the long cumulative sum is over a
-    block only. Sums are float64; the target is kept below the last sum, where only a token of
-    positive probability can be found.
+    It searches the block and then the entry in the block, so that no cumulative sum is over the
+    whole vocabulary. Sums are float64. The target is kept below the last sum, so that only tokens
+    of positive probability are found.
     """
     rows, vocab = probs.shape
     width = _block_width(vocab)
@@ -165,11 +165,10 @@ def _draw(probs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, tor
 def _draw_filtered(
     probs: torch.Tensor, sequence: Sequence, target: float
 ) -> tuple[int, torch.Tensor]:
-    """Draw from what top-k, top-p and min-p leave of probs [vocab]; the token, and the tokens that
-    are left.
+    """Draw from probs [vocab] after top-k, top-p and min-p; return the token and all kept tokens.
 
-    As SGLang: top-p keeps a token while the probability of those before it is at most top_p,
-    without renormalising after top-k. Only as many of the largest entries are sorted as are needed.
+    As in SGLang, top-p keeps a token if the more likely ones have at most probability top_p in sum,
+    without renormalising after top-k. Only as many of the largest entries are sorted as needed.
     """
     params = sequence.params
     vocab = probs.shape[0]
@@ -193,8 +192,7 @@ def _draw_filtered(
 
 @lru_cache
 def _block_width(vocab: int) -> int:
-    """Return the largest divisor of ``vocab`` up to 1024; the whole vocabulary when it has none
-    worth while."""
+    """Return the largest divisor of ``vocab`` from 32 to 1024; ``vocab`` if there is none."""
     for width in range(min(vocab, _LARGEST_BLOCK), 31, -1):
         if vocab % width == 0:
             return width

@@ -1,15 +1,15 @@
-"""Continuous batching: who is prefilled, who decodes, who leaves, step by step.
+"""Continuous batching: each step chooses sequences to prefill, to decode and to finish.
 
     submit ─► waiting ─(slot)─► prefill ─(all tokens computed)─► running ─► finished
                  ▲                                                  │
                  └───────────────── retract ────────────────────────┘
 
-A step admits waiting sequences while slots last, prefills at most ``prefill_tokens`` tokens of
-several prompts packed into one forward, and decodes one token for every running sequence. A
-finished sequence leaves in the step that ends it.
+A step admits waiting sequences while there are free slots, prefills at most ``prefill_tokens``
+tokens of several prompts in one packed forward pass, and decodes one token for every running
+sequence. A finished sequence leaves in the step that ends it.
 
-Sequences with the same prompt and adapter that wait together are *followers* of the first: it is
-prefilled, they copy its keys and values and are sampled from the same logits.
+Waiting sequences with the same prompt and adapter are *followers* of the first one. Only the first
+is prefilled; followers copy its keys and values and are sampled from the same logits.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from slime.models.delta_rule import CHUNK
 
 #: A sequence waits for another's prefill when they share at least this many tokens.
 _WORTH_WAITING = 16
-#: Input log-probs are computed in pieces of this many rows, so that [tokens, vocab] never exists.
+#: Input log-probs are computed in pieces of this many rows, to avoid full [tokens, vocab] logits.
 _LOGIT_ROWS = 64
 
 
 @dataclass
 class StepOutput:
-    """Sequences that ended in a step, and streaming ones that got tokens and go on."""
+    """Sequences that ended in a step, and unfinished streaming sequences with new tokens."""
 
     finished: list[Sequence] = field(default_factory=list)
     progressed: list[Sequence] = field(default_factory=list)
@@ -61,10 +61,10 @@ class Scheduler:
     """Single-threaded; every method is called by the engine thread.
 
     Args:
-        prefill_tokens: most prompt tokens computed between two decode steps.
-        deterministic: results of a sequence do not depend on the others (see `Linear` and
+        prefill_tokens: maximum of prompt tokens computed between two decode steps.
+        deterministic: results of a sequence do not depend on other sequences (see `Linear` and
             `attention`).
-        record_experts: keep the experts of each token; only for a model that has experts.
+        record_experts: record the experts of each token, if the model has experts.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Scheduler:
         self._leader_of_prompt: dict[tuple[int, bytes], Sequence] = {}
         self._done: list[Sequence] = []
         self._features = FeatureCache()
-        # where others that wait for a prefill branch off, in a model whose layers keep states
+        # positions at which waiting sequences branch off, for models whose layers keep states
         self._branches: dict[Sequence, set[int]] = {}
 
     # -- requests ----------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class Scheduler:
 
     @property
     def num_active(self) -> int:
-        """Return the sequences that hold a slot."""
+        """The number of sequences that hold a slot."""
         return self.slots.num_owned
 
     @property
@@ -113,7 +113,7 @@ class Scheduler:
             self.waiting.append(sequence)
 
     def abort(self, chosen: Iterable[Sequence], message: str) -> None:
-        """End sequences with what they have; they are part of the next step's output."""
+        """End sequences with their current output, as part of the next step's output."""
         for sequence in chosen:
             if sequence.status is SequenceStatus.FINISHED:
                 continue
@@ -126,28 +126,28 @@ class Scheduler:
         return [*self.slots.running, *self.prefilling, *self.waiting]
 
     def retract_all(self) -> None:
-        """Send every sequence back to the queue, tokens kept; keys and values are computed again
-        later."""
+        """Move all sequences back to the queue. They keep their tokens; keys and values are
+        recomputed later."""
         for sequence in reversed([*self.slots.running, *self.prefilling]):
             self._retract(sequence)
 
     def flush(self) -> None:
-        """Forget all prefixes."""
+        """Drop all cached prefixes."""
         self.slots.flush()
 
     # -- the step ----------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self) -> StepOutput:
-        """Admit, prefill, decode. At most one token per sequence from decoding, one more from its
-        prefill."""
+        """Admit, prefill and decode. A sequence gets at most one token from its prefill and one
+        from decoding."""
         before = {id(s): len(s.output_ids) for s in self.everything() if s.stream}
         deferred = self._admit()
         if self.prefilling:
             self._prefill()
         if deferred:  # their common prefix is in the cache now
             self._admit()
-            if self.prefilling:  # memory may have run out meanwhile: then they wait
+            if self.prefilling:  # empty if memory did not suffice to admit them
                 self._prefill()
         if self.slots.num_running:
             self._decode()
@@ -165,8 +165,8 @@ class Scheduler:
         return done
 
     def _admit(self) -> bool:
-        """Give slots to waiting sequences; True when some were held back once, to find their prefix
-        computed."""
+        """Give slots to waiting sequences; return True if some are deferred until a shared prefix
+        is computed."""
         deferred: list[Sequence] = []
         while self.waiting and self.num_active + len(deferred) < self.cache.max_slots:
             sequence = self.waiting[0]
@@ -182,8 +182,8 @@ class Scheduler:
         return bool(deferred)
 
     def _should_defer(self, sequence: Sequence) -> bool:
-        """Tell whether a prompt that is prefilled now shares a long prefix with this sequence, and
-        is not the same."""
+        """Tell whether a different prompt that is being prefilled shares a long prefix with this
+        sequence."""
         if sequence.deferred or not self.prefilling:
             return False
         tokens = sequence.distinct_tokens()
@@ -202,8 +202,7 @@ class Scheduler:
         return found
 
     def _place(self, sequence: Sequence) -> None:
-        """Give a sequence a slot with as much of its prefix as the cache has, or make it a
-        follower."""
+        """Give a sequence a slot with its longest cached prefix, or make it a follower."""
         if not sequence.times.started:
             sequence.times.started = time.monotonic()
         self._ensure_length(sequence.length + 1)
@@ -257,7 +256,7 @@ class Scheduler:
             self._start(complete, hidden[rows])
 
     def _choose_chunks(self) -> list[tuple[Sequence, int]]:
-        """Return (sequence, tokens) of this step's prefill; oldest first, the last may be cut."""
+        """Return (sequence, number of tokens) to prefill, oldest first; the last may be partial."""
         followers = {id(f) for group in self._followers.values() for f in group}
         chunks: list[tuple[Sequence, int]] = []
         budget = self.prefill_tokens
@@ -275,9 +274,9 @@ class Scheduler:
         return chunks
 
     def _states_to_keep(self, sequence: Sequence, count: int) -> tuple[int, ...]:
-        """Choose the positions within the next ``count`` tokens at which a copy of the state is
-        kept: where waiting sequences branch off, and near the end of the prompt, for a sequence
-        that repeats it. States exist at the borders of chunks only.
+        """Choose positions in the next ``count`` tokens at which to keep a copy of the state: where
+        waiting sequences branch off, and near the end of the prompt, for sequences that repeat it.
+        States exist only at chunk boundaries.
         """
         if self.cache.states is None:
             return ()
@@ -371,8 +370,8 @@ class Scheduler:
     def _images(
         self, places: list[tuple[Sequence, int, int]]
     ) -> tuple[torch.Tensor | None, SeenImages | None]:
-        """Rotary positions [3, tokens], where some sequence has images, and features of images in
-        place of tokens."""
+        """Return rotary positions [3, tokens] and image features that replace tokens; None if no
+        sequence has images."""
         if all(sequence.images is None for sequence, _, _ in places):
             return None, None
         assert self.store.tower is not None
@@ -451,7 +450,7 @@ class Scheduler:
             self.counters.cached_tokens += length
 
     def _leave(self, sequence: Sequence, clean: bool = True) -> None:
-        """A running sequence is finished: give its slot up."""
+        """Release the slot of a running sequence that is finished."""
         if not clean:
             self.cache.clear_slot(self.slots.slot_of(sequence))
         self.slots.release(sequence, self.store.epoch, retain=clean)
@@ -462,7 +461,7 @@ class Scheduler:
         self._done.append(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
-        """Take a sequence out of wherever it is."""
+        """Remove a sequence from the queue or its slot."""
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
             return
@@ -500,8 +499,8 @@ class Scheduler:
     # -- memory ------------------------------------------------------------------------------------
 
     def _ensure_length(self, length: int) -> None:
-        """Grow the cache to ``length`` positions; when memory does not allow it, retained prefixes
-        and then the youngest sequences make room."""
+        """Grow the cache to ``length`` positions. If memory does not suffice, drop retained
+        prefixes, and retract the youngest sequences."""
         if length <= self.cache.capacity:
             return
         if not self.cache.fits(self.cache.num_slots, length):
@@ -512,5 +511,5 @@ class Scheduler:
 
 
 def _prompt_key(sequence: Sequence) -> tuple[int, bytes]:
-    """Sequences of equal keys have equal keys and values."""
+    """Return a key; sequences with the same key have the same attention keys and values."""
     return key_of(sequence), sequence.distinct_tokens().tobytes()

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from slime.embedded.adapters import Adapter
     from slime.embedded.images import SequenceImages
 
-#: A decoded tail that ends in this is a character whose bytes are not all there yet.
+#: A decoded tail that ends in this has a character whose bytes are incomplete.
 _INCOMPLETE = "\ufffd"
-#: In place of an expert's number, where a position was never computed.
+#: Replaces expert numbers at positions that were never computed.
 UNKNOWN = -1
 _EXPERT_DTYPE = np.int16
 
@@ -36,7 +36,7 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True)
 class Times:
-    """`time.monotonic` of the steps of a sequence; 0 where it has not come to them."""
+    """`time.monotonic` at which a sequence reached each stage; 0 for stages not yet reached."""
 
     received: float = field(default_factory=time.monotonic)
     started: float = 0.0
@@ -48,25 +48,25 @@ class Times:
 
 @dataclass(eq=False, repr=False)
 class Sequence:
-    """The scheduler's unit. Written to by the engine thread only; others may read `output_ids` up
-    to a length they were told, since it only grows.
+    """One sample that the scheduler processes. Only the engine thread writes to it. Other threads
+    may read `output_ids` up to a length that they were given: the list only grows.
 
     Args:
-        rid: request id, unique among sequences that are not finished.
+        rid: request id, unique among unfinished sequences.
         prompt_ids: int64 [prompt tokens].
-        max_new_tokens: already capped by the context.
-        stop_ids: tokens that end it (empty with ``ignore_eos``).
-        seed: of its sampling noise; with the token's position it decides the draw.
-        text: decodes the output, when stop strings are to be found in it.
-        logprob_start: first prompt position whose log-prob is wanted; None for none.
-        adapter: computes it together with the base from the first token to the last, even if it is
-            unloaded meanwhile; None for the base alone.
-        images: in its prompt.
+        max_new_tokens: already limited by the context length.
+        stop_ids: tokens that end the sequence (empty with ``ignore_eos``).
+        seed: sampling seed; seed and position of a token determine the draw.
+        text: decodes the output if it must be searched for stop strings.
+        logprob_start: first prompt position whose log-prob is requested; None for none.
+        adapter: used for all tokens, even if it is unloaded meanwhile; None for only the base.
+        images: images in the prompt.
 
     Attributes:
-        sampling_mask: the tokens that each one was drawn from; None where nobody wants them.
-        experts: given by a scheduler that records them.
-        versions: (first output token, weight version) of each run of tokens.
+        sampling_mask: for each output token the tokens from which it was drawn; None if not
+            requested.
+        experts: set by a scheduler that records experts.
+        versions: (index of the first output token, weight version) of each run of tokens.
     """
 
     rid: str
@@ -110,8 +110,7 @@ class Sequence:
 
     @property
     def num_to_compute(self) -> int:
-        """Count the tokens whose keys and values a prefill still has to compute before this
-        sequence can decode."""
+        """The number of tokens whose keys and values must be prefilled before decoding."""
         return self.length - self.num_computed
 
     def tokens(self) -> np.ndarray:
@@ -132,20 +131,20 @@ class Sequence:
         return np.broadcast_to(np.arange(start, start + count), (3, count))
 
     def version_of_weights(self, base: str) -> str:
-        """Return the version of the weights that compute it, if that of the base is ``base``."""
+        """Return the weights' version: the adapter's if it states one, or ``base``."""
         stated = None if self.adapter is None else self.adapter.version
         return base if stated is None else stated
 
     def append(self, token: int, logprob: float, version: str) -> None:
-        """Take a sampled token, and see whether it was the last.
+        """Append a sampled token, and finish the sequence if it was the last.
 
-        Order of the checks as in SGLang: length, stop strings, stop tokens.
+        The checks have SGLang's order: length, stop strings, stop tokens.
         """
         if not self.output_ids:
             self.times.first_token = time.monotonic()
         if not self.versions or self.versions[-1][1] != version:
             self.versions.append((len(self.output_ids), version))
-        self.output_logprobs.append(logprob)  # first: who sees the token finds its log-prob
+        self.output_logprobs.append(logprob)  # first, so that readers of the token find it
         self.output_ids.append(token)
         if len(self.output_ids) >= self.max_new_tokens:
             self.finish({"type": "length", "length": self.max_new_tokens})
@@ -188,11 +187,11 @@ class Tokenizer(Protocol):
 
 
 class TextStream:
-    """Decodes a growing list of tokens without starting over.
+    """Decodes a growing list of tokens incrementally.
 
-    Text is only taken over once it cannot change any more: a tail of a few tokens is decoded twice,
-    with and without the new ones, since a token's text may depend on its neighbours (spaces, bytes
-    of one character).
+    Text is added only when it cannot change any more. A tail of a few tokens is decoded twice, with
+    and without the new ones, because a token's text may depend on its neighbours (spaces, bytes of
+    one character).
 
     Example:
         >>> stream = TextStream(
@@ -214,7 +213,7 @@ class TextStream:
         self.text = ""
 
     def extend(self, tokens: list[int]) -> str:
-        """Take in tokens; returns the text that they completed."""
+        """Add tokens; return the text that they complete."""
         self._tokens += tokens
         before = self._decode(self._context_start, self._read)
         after = self._decode(self._context_start, len(self._tokens))
@@ -227,7 +226,7 @@ class TextStream:
         return new
 
     def finish(self) -> str:
-        """Take over what was held back; returns it."""
+        """Add the text that was held back, and return it."""
         before = self._decode(self._context_start, self._read)
         rest = self._decode(self._context_start, len(self._tokens))[len(before) :]
         self._context_start = self._read = len(self._tokens)
@@ -252,8 +251,8 @@ def find_stop(text: str, stops: tuple[str, ...], start: int) -> tuple[int, str] 
 
 
 def hold_back(text: str, stops: tuple[str, ...]) -> str:
-    """Return the text up to its first stop string, and without an end that may turn out to be the
-    beginning of one.
+    """Return the text before its first stop string, without a suffix that may be the beginning of a
+    stop string.
 
     Example:
         >>> hold_back("the answer</ans", ("</answer>", "END"))
@@ -269,8 +268,8 @@ def hold_back(text: str, stops: tuple[str, ...]) -> str:
 
 
 def trim_stop(text: str, matched: object, keep: bool) -> str:
-    """Return the text up to the stop string that ended it, or with it when ``keep``; other text as
-    it is."""
+    """Return the text before the stop string ``matched``, including it with ``keep``. Return other
+    text unchanged."""
     if not isinstance(matched, str):
         return text
     position = text.find(matched)
@@ -283,11 +282,11 @@ def trim_stop(text: str, matched: object, keep: bool) -> str:
 
 
 class RoutedExperts:
-    """Experts that each position of a sequence was sent to, for the trainer to replay them.
+    """The experts of each position of a sequence, which the trainer can replay.
 
-    Recorded only by an engine that was started with ``--enable-return-routed-experts``. The newest
-    computation counts: a position that is prefilled again (after a retraction, or when a client
-    resumes) has the experts of that prefill, which are those that its keys and values come from.
+    Only an engine with ``--enable-return-routed-experts`` records them. A position that is
+    prefilled again (after a retraction, or when a client resumes) gets the experts of that prefill,
+    which computed its current keys and values.
 
     Rows by position: int16 [positions, layers with experts, experts per token].
 
@@ -311,7 +310,7 @@ class RoutedExperts:
         self._rows = np.empty((0, sum(in_layer), chosen), _EXPERT_DTYPE)
 
     def write(self, start: int, rows: np.ndarray) -> None:
-        """Take the rows of positions ``start`` …, in place of what is there."""
+        """Set the rows of the positions from ``start`` on."""
         end = start + len(rows)
         if end > len(self._rows):
             more = max(end, 2 * len(self._rows)) - len(self._rows)
@@ -327,10 +326,10 @@ class RoutedExperts:
         return np.concatenate([known, missing])
 
     def encoded(self, start: int, end: int) -> str:
-        """Return SGLang's form: base64 of int32 [end - start, layers, experts per token], with
+        """Return SGLang's format: base64 of int32 [end - start, layers, experts per token], with
         zeros in dense layers.
 
-        A row whose entries are all -1 is of a position that was never computed.
+        A row of -1 belongs to a position that was never computed.
         """
         rows = self.first(max(start, end))[start:]
         whole = np.zeros((len(rows), len(self.in_layer), self.chosen), np.int32)

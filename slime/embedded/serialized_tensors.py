@@ -1,10 +1,10 @@
 """SGLang's ``serialized_named_tensors``: base64 of a pickle of named tensors, read without running
-what is in it.
+the pickle's code.
 
-A pickle names functions and calls them. Here every name that the format needs stands for a function
-of our own that builds a tensor and nothing else, and any other name is refused. Tensors may be in
-the pickle itself (``pickle.dumps``), or in shared memory below /dev/shm (``ForkingPickler`` under
-torch's sharing strategy "file_system"). Handles that only a child of the sender can open (strategy
+A pickle names functions and calls them. Here each name that the format needs maps to a function of
+this module that only builds a tensor; other names are refused. Tensors may be in the pickle itself
+(``pickle.dumps``) or in shared memory below /dev/shm (``ForkingPickler`` with torch's sharing
+strategy "file_system"). Handles that only a child of the sender can open (strategy
 "file_descriptor") and handles of GPU memory are refused by name.
 """
 
@@ -48,9 +48,9 @@ def read_named_tensors(
         payload: base64 text, as JSON carries it.
         load_format: None for a list of (name, tensor) or an object of them, "flattened_bucket" for
             one flat tensor and its table.
-        field_name: that held it, for messages.
+        field_name: the request's field of the payload, for messages.
     Raises:
-        WeightError: not such a payload, or one with anything in it that is no tensor.
+        WeightError: the payload has another format, or contains anything but tensors.
     """
     if not isinstance(payload, str):
         raise WeightError(f"{field_name} must hold base64 text, got {type(payload).__name__}")
@@ -83,15 +83,15 @@ def _pair(item: Any) -> tuple[str, torch.Tensor]:
 
 
 def _flat(content: Any) -> Pairs:
-    """Read SGLang's FlattenedTensorBucket: offsets and sizes in bytes, tensors of any dtypes back
-    to back."""
+    """Read SGLang's FlattenedTensorBucket: concatenated tensors of any dtypes, with offsets and
+    sizes in bytes."""
     buffer = content["flattened_tensor"]
     table = content["metadata"]
     if not isinstance(buffer, torch.Tensor) or buffer.dtype != torch.uint8:
         raise WeightError("flattened_tensor must be a tensor of bytes (uint8)")
     pairs = []
     for entry in table:
-        # a copy is aligned, wherever the bytes begin
+        # a copy is aligned for every dtype
         part = buffer[entry.start_idx : entry.end_idx].clone()
         shape = tuple(entry.shape)
         if part.numel() != torch.Size(shape).numel() * entry.dtype.itemsize:
@@ -160,7 +160,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "torch.Size": lambda sizes=(): tuple(sizes),
     "collections.OrderedDict": OrderedDict,
 }
-#: Classes that the calls above get as an argument and do not need.
+#: Classes that the functions above get as arguments but do not use.
 _CLASSES = (
     "torch.Tensor",
     "torch._tensor.Tensor",

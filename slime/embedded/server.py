@@ -1,4 +1,4 @@
-"""The HTTP server: binds first, loads the model, answers until it is told to stop."""
+"""The HTTP server: it binds its port first, then loads the model and serves until stopped."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ async def serve(
     *,
     inference_only: bool = False,
 ) -> int:
-    """Run until SIGTERM, SIGINT, the parent's death, or the engine's; returns the exit status.
+    """Serve until SIGTERM, SIGINT, or the death of parent or engine; return the exit status.
 
     Args:
-        key: that requests must carry (`slime.engines.keys`); "": everybody is answered.
-        inference_only: close the routes that steer it.
+        key: required in requests (`slime.engines.keys`); "" admits all requests.
+        inference_only: refuse the routes that control the engine.
     Raises:
         UserError: the model cannot be loaded.
     """
@@ -107,7 +107,7 @@ async def serve(
 def application(
     loading: asyncio.Task[ServerState], access: EngineAccess, key: str = ""
 ) -> web.Application:
-    """Make the server's routes, which answer 503 until ``loading`` is done."""
+    """Build the server's routes, which answer with status 503 until ``loading`` is done."""
     app = web.Application(
         middlewares=[_guarding(access, key), _errors], client_max_size=_LARGEST_BODY
     )
@@ -123,7 +123,7 @@ async def load(
     """Load model and tokenizer, and start the engine's thread.
 
     Args:
-        stopping: is set when that thread dies.
+        stopping: set when that thread dies.
     Raises:
         UserError: the model cannot be loaded.
     """
@@ -177,7 +177,7 @@ def _image_requests(options: EngineOptions, engine: Engine) -> ImageRequests | N
 
 
 async def _shut_down(state: ServerState) -> int:
-    """Answer what is in flight as aborted, then end the threads."""
+    """Abort and answer all requests in flight, then end the threads; return the exit status."""
     died = state.engine.death is not None
     if not died:
         with contextlib.suppress(EngineDead):
@@ -198,8 +198,7 @@ async def _shut_down(state: ServerState) -> int:
 
 
 def _guarding(access: EngineAccess, key: str) -> Middleware:
-    """Refuse requests that are not admitted, or lack the right key, before anything of them is
-    read."""
+    """Refuse requests that are not admitted or lack the right key, before their body is read."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -218,13 +217,13 @@ def _guarding(access: EngineAccess, key: str) -> Middleware:
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every refusal as JSON with a message; an unforeseen exception becomes status 500, with
-    the traceback in the log."""
+    """Answer errors with JSON and a message. An unexpected exception becomes status 500, with the
+    traceback in the log."""
     try:
         return await handler(request)
     except BadRequest as error:
         return _refusal(request, str(error), 400, "invalid_request_error", error.field)
-    # RequestPayloadError: the body is not encoded as its header says
+    # RequestPayloadError: the body does not have the encoding that its header names
     except (UserError, web.RequestPayloadError) as error:
         return _refusal(request, str(error), 400, "invalid_request_error")
     except (Unavailable, EngineDead) as error:
@@ -243,8 +242,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _is_no_http2_preface(record: logging.LogRecord) -> bool:
-    """Filter the tracebacks that the router's gRPC probe of every new worker would leave in the
-    log."""
+    """Filter from the log the tracebacks of the router's gRPC probe of every new worker."""
     error = record.exc_info[1] if record.exc_info else None
     return not (isinstance(error, BadHttpMessage) and "PRI/Upgrade" in str(error))
 
@@ -252,8 +250,8 @@ def _is_no_http2_preface(record: logging.LogRecord) -> bool:
 def _refusal(
     request: web.Request, message: str, status: int, kind: str, param: str | None = None
 ) -> web.Response:
-    """Build an error answer as SGLang does: on OpenAI's routes the error is the body, on its own
-    routes the body has an ``error``."""
+    """Build an error response like SGLang: on OpenAI's routes the body is the error, on other
+    routes it has a field ``error``."""
     error = {"message": message, "type": kind, "param": param, "code": status}
     is_openai = request.path.startswith("/v1/")
     return json_response(
@@ -262,7 +260,7 @@ def _refusal(
 
 
 def _tokenizer_of(options: EngineOptions) -> Any:
-    """Load the model's tokenizer, or None when its directory has none."""
+    """Load the model's tokenizer; return None if its directory has none."""
     model_path = options.model_path
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     if not any((Path(model_path) / name).is_file() for name in names):

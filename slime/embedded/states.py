@@ -1,9 +1,9 @@
 """States of gated delta nets: a row ("slot") per sequence, as in the cache of keys and values.
 
-A layer keeps the last inputs of its convolution, and a matrix per head. Unlike keys and values,
-these belong to one position: a sequence can continue from another's only where a state was kept.
+A layer's state is the last inputs of its convolution, and a matrix per head. Unlike keys and
+values, it belongs to one position: a sequence can continue another one only where a state was kept.
 The live state is the one after the last computed token. Prefill also keeps copies of states within
-a prompt, where others are likely to branch off (`Scheduler`).
+a prompt, at positions where other sequences are likely to branch off (`Scheduler`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class StateCache:
     """Live states of all slots.
 
     Args:
-        dtype: of the convolution's inputs.
+        dtype: dtype of the convolution's inputs.
     Attributes:
-        numbers: of each layer of the model among those that keep a state; None for the others.
+        numbers: for each layer of the model its index among layers with a state; None without.
         conv: [layers, slots, channels, width - 1].
         rule: float32 [layers, slots, value heads, key width, value width].
     """
@@ -69,7 +69,7 @@ class StateCache:
 
     @torch.inference_mode()
     def resize(self, slots: int) -> None:
-        """Have so many slots, and keep what the first ones hold."""
+        """Change the number of slots; the first ones keep their states."""
         conv, rule = self._empty(slots)
         kept = min(slots, self.conv.shape[1])
         conv[:, :kept] = self.conv[:, :kept]
@@ -112,12 +112,12 @@ class PrefillChunk:
     """Consecutive new tokens of one sequence in a packed prefill.
 
     Attributes:
-        slot: where its keys and values go.
+        slot: slot of the sequence's keys and values.
         start: position of the first new token; earlier positions are in the cache.
-        count: new tokens.
-        offset: row of the first one in the packed batch.
-        keep: positions behind ``start``, multiples of `CHUNK` apart from it, at which copies of the
-            state are kept.
+        count: number of new tokens.
+        offset: row of the first new token in the packed batch.
+        keep: positions after ``start``, by multiples of `CHUNK`, at which copies of the state are
+            kept.
     """
 
     slot: int
@@ -129,13 +129,13 @@ class PrefillChunk:
 
 @dataclass
 class StateRows:
-    """The sequences of one forward pass, as a gated delta net sees them.
+    """The sequences of one forward pass, as input of a gated delta net.
 
     Attributes:
-        spans: of a prefill; None where each row is one token, of the slots from ``first`` on.
-        fixed_shapes: deterministic mode: a token is computed in the same shapes, whatever is
-            computed with it and wherever its prompt is cut.
-        kept: (number of the span, position) → for each layer so far, conv and rule as of
+        spans: chunks of a prefill; None for decoding, with one row per slot from ``first`` on.
+        fixed_shapes: deterministic mode: the shapes of a token's computation do not depend on other
+            sequences or on how its prompt is split.
+        kept: (index of the span, position) → for each layer so far, conv and rule as in
             `DeltaState`.
     """
 
@@ -150,13 +150,13 @@ class StateRows:
 
     @cached_property
     def runs(self) -> TokenRuns:
-        """How the new tokens of the spans are cut into chunks."""
+        """The split of the spans' new tokens into chunks."""
         assert self.spans is not None
         return TokenRuns.of([span.count for span in self.spans], device=self.cache.conv.device)
 
     def reads(self, width: int) -> torch.Tensor:
-        """Return int64 [width, tokens]: the rows that a convolution reads, of the new tokens above
-        ``width - 1`` earlier inputs of each span."""
+        """Return the rows that a convolution reads, int64 [width, tokens]. Rows are the new tokens,
+        followed by ``width - 1`` earlier inputs of each span."""
         assert self.spans is not None
         if self._reads is None:
             total = sum(span.count for span in self.spans)
@@ -178,7 +178,7 @@ class StateRows:
         self.kept.setdefault((span, position), []).append((conv.clone(), rule.clone()))
 
     def copies(self, number: int) -> dict[int, DeltaState]:
-        """Return position → state, of those that a span was to keep within it."""
+        """Return position → state for the states that were kept within span ``number``."""
         return {
             position: DeltaState(*(torch.stack(parts) for parts in zip(*layers)))
             for (span, position), layers in self.kept.items()
@@ -187,7 +187,7 @@ class StateRows:
 
 
 def block_reads(width: int) -> torch.Tensor:
-    """Return int64 [width, CHUNK]: what a convolution reads of `CHUNK` new tokens above ``width -
-    1`` earlier inputs."""
+    """Return the rows that a convolution reads, int64 [width, CHUNK]. Rows are `CHUNK` new tokens,
+    followed by ``width - 1`` earlier inputs."""
     line = torch.cat([torch.arange(CHUNK, CHUNK + width - 1), torch.arange(CHUNK)])
     return torch.stack([line[j : j + CHUNK] for j in range(width)])

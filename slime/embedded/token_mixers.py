@@ -1,4 +1,4 @@
-"""Token mixers of the decoder: how a layer lets a token see those before it.
+"""Token mixers of the decoder: attention and gated delta nets.
 
 `slime.models.mixers` names these classes. `slime.embedded.weights` calls their ``build``, and
 `slime.embedded.model` their ``mix``.
@@ -20,14 +20,14 @@ from slime.models import delta_rule
 from slime.models.delta_rule import CHUNK
 from slime.models.rotary import yarn_mscale
 
-#: Epsilon of the norms inside multi-latent attention, whatever the config says for the others.
+#: Epsilon of the norms in multi-latent attention; the config's epsilon is for the other norms.
 _LATENT_EPS = 1e-6
 
 
 @dataclass
 class GroupedAttention:
-    """Grouped-query attention: one matrix makes queries, keys and values, and a head of keys and
-    values serves several query heads."""
+    """Grouped-query attention: one matrix computes queries, keys and values, and several query
+    heads share a head of keys and values."""
 
     arch: Architecture
     qkv: Linear
@@ -81,8 +81,8 @@ class GroupedAttention:
         )
 
     def _normalised(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Normalise [tokens, heads, head_dim] over each head or, where the weight is that long,
-        over all."""
+        """Normalise [tokens, heads, head_dim] over each head or, with ``wide_qk_norms``, over all
+        heads together."""
         arch = self.arch
         if arch.spec.wide_qk_norms:
             return rms_norm(heads.flatten(1), weight, arch.rms_norm_eps).view_as(heads)
@@ -114,9 +114,9 @@ class GatedDeltaNet:
     """A gated delta net: a convolution over the last tokens, and a state for each head.
 
     Attributes:
-        in_proj: queries, keys and values, gates of the output, writing strengths, decays.
-        by_head: rows of the first four, and of the last two, lie together for each key head
-            (Qwen3-Next); else all heads of a kind lie together.
+        in_proj: queries, keys, values, gates of the output, write strengths (b), decays (a).
+        by_head: rows of the first four, and of the last two, are grouped by key head (Qwen3-Next);
+            otherwise they are grouped by kind.
         conv: [channels, 1, width], over queries, keys and values of all heads.
     """
 
@@ -159,7 +159,7 @@ class GatedDeltaNet:
     def _split(
         self, projected: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split into [tokens, …] of queries, keys and values, of gates, of b and of a, by kind."""
+        """Split into (queries, keys and values; gates; b; a), [tokens, …] each, by kind."""
         sizes = self.arch.spec.delta_net
         query, key, values, gates, _, _ = sizes.of_key_head
         heads = sizes.value_heads
@@ -193,7 +193,7 @@ class GatedDeltaNet:
         return delta_rule.gated_norm(output, gate, self.norm, self.arch.rms_norm_eps).flatten(1)
 
     def _tokens(self, projected: torch.Tensor, states: StateRows, number: int) -> torch.Tensor:
-        """One token of each sequence."""
+        """Compute one token of each sequence."""
         mixed, gate, b, a = self._split(projected)
         slots = slice(states.first, states.first + len(mixed))
         history = states.cache.conv[number, slots]
@@ -206,7 +206,7 @@ class GatedDeltaNet:
         return self._gated(output, gate)
 
     def _spans(self, projected: torch.Tensor, states: StateRows, number: int) -> torch.Tensor:
-        """New tokens of several sequences."""
+        """Compute the new tokens of several sequences."""
         spans = states.spans
         assert spans is not None
         mixed, gate, b, a = self._split(projected)
@@ -235,8 +235,8 @@ class GatedDeltaNet:
         return self._gated(output, gate)
 
     def _blocks(self, projected: torch.Tensor, states: StateRows, number: int) -> torch.Tensor:
-        """New tokens of several sequences, in blocks of `CHUNK` rows. Spans begin at the borders of
-        these; a last block is filled up with zeros."""
+        """Compute the new tokens of several sequences in blocks of `CHUNK` rows. Spans begin at
+        block boundaries; the last block is padded with zeros."""
         spans = states.spans
         assert spans is not None
         outputs = []
@@ -279,11 +279,11 @@ class GatedDeltaNet:
 
 @dataclass
 class LatentAttention:
-    """Multi-latent attention with whole keys and values in the cache.
+    """Multi-latent attention with expanded keys and values in the cache.
 
     Attributes:
-        scale: factor on the scores.
-        query: q_proj, or q_b_proj behind ``query_down`` and ``query_norm``.
+        scale: factor of the scores.
+        query: q_proj, or q_b_proj after ``query_down`` and ``query_norm``.
     """
 
     arch: Architecture
@@ -314,7 +314,7 @@ class LatentAttention:
         )
 
     def mix(self, given: MixerInput) -> torch.Tensor:
-        """Attend with heads that are padded to one width, and cut the padding off again."""
+        """Attend with heads padded to one width, and remove the padding afterwards."""
         mixed = given.attend(given.layer, self._heads(given))
         width = self.arch.head_dim
         value_dim = self.arch.spec.value_dim

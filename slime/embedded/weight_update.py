@@ -1,8 +1,8 @@
-"""Weight updates as they arrive: shared memory, broadcast, or a directory.
+"""Weight updates from shared memory, a broadcast, or a directory.
 
-Bytes are received off the engine thread; only the copy into place runs between two of its steps.
-Each update is checked as a whole (names, shapes, dtypes) before anything is written, so that a
-refused one changes nothing.
+Other threads receive the bytes; the engine thread only copies them into place between two steps.
+Each update is checked completely (names, shapes, dtypes) before anything is written, so that a
+refused update changes nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _named(value: Any, most: int) -> str:
 class WeightUpdater:
     """Applies update requests to an engine. Methods block; call them off the event loop.
 
-    All of them raise `WeightError` with the reason when nothing could be applied.
+    All methods raise `WeightError` with the reason if nothing could be applied.
     """
 
     #: Route of the server → the method that answers it.
@@ -98,7 +98,7 @@ class WeightUpdater:
                 "serialized_named_tensors is empty; give one payload for each rank of the engine"
             )
         with self._one_at_a_time:
-            # rank 0 is the only one
+            # the embedded engine has only rank 0
             return self._apply(read_named_tensors(payloads[0], load_format), body)
 
     def from_distributed(self, body: Mapping[str, Any]) -> str:
@@ -120,7 +120,7 @@ class WeightUpdater:
             problem: WeightError | None = None
             try:
                 store.check((entry.name, entry.shape) for entry in entries)
-            except WeightError as error:  # raised after the collective, in which others would hang
+            except WeightError as error:  # raise after the broadcast, or the other ranks would hang
                 problem = error
             try:
                 pairs = _receive(group, entries, load_format is not None, store.device)
@@ -143,7 +143,7 @@ class WeightUpdater:
                 count = self._engine.call(
                     lambda: self._engine.store.load_directory(path, version)
                 ).result(deadlines.WEIGHT_UPDATE_COPY)
-            # OSError: for example a name that is too long for the file system
+            # OSError: for example, the name is too long for the file system
             except (UserError, OSError) as error:
                 raise WeightError(str(error)) from error
             self._flush_if_asked(body)
@@ -209,7 +209,7 @@ class WeightUpdater:
 
 
 def _read_segment(segment: Any) -> list[tuple[str, torch.Tensor]]:
-    """Read (name, tensor in the segment) for a segment of shared memory, mapped privately."""
+    """Map a shared memory segment privately; return (name, tensor in the segment) pairs."""
     if not isinstance(segment, Mapping):
         raise BadRequest("segments must be a list of objects")
     name = required(segment, "shm", NAME)

@@ -1,8 +1,8 @@
 """The weights of the engine, addressed by Hugging Face names although some of them are fused.
 
-``…q_proj.weight`` is a view of the fused qkv matrix, and so on: writing to a name writes into
-place. Names that share a fused matrix are updated independently; the blocked copies that the CPU
-multiplies with are made anew afterwards.
+For example, ``…q_proj.weight`` is a view of the fused qkv matrix, so writing to it updates the
+matrix in place. Names that share a fused matrix are updated independently; the blocked copies with
+which the CPU multiplies are rebuilt afterwards.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from slime.models.vision import VisionSpec
 
 
 class WeightError(Exception):
-    """An update that cannot be applied: unknown name, wrong shape, missing tensor. Nothing was
-    changed by it."""
+    """An update cannot be applied: unknown name, wrong shape, missing tensor. It changed
+    nothing."""
 
 
 @dataclass
 class _StackedExpert:
-    """The place of one expert's layer in stacks [experts, …]; their memory may move."""
+    """One expert's slice of stacked weights [experts, …], whose memory may move."""
 
     number: int
     weights: torch.Tensor
@@ -64,18 +64,16 @@ class WeightStore:
     """Owns every parameter of a decoder.
 
     Attributes:
-        named: Hugging Face name → view of the parameter; writing goes through `update`.
-        form: of quantised weights, as updates bring them; None for plain ones.
-        version: weight version that requests report, as a string.
-        epoch: counts updates; keys and values computed under different epochs are never mixed into
-            one prefix.
+        named: Hugging Face name → view of the parameter; write only with `update`.
+        form: stored form of quantised weights; None for unquantised weights.
+        version: weight version that responses report, as a string.
+        epoch: number of updates; a cached prefix never mixes keys and values of different epochs.
         pushed: names updated under the current version.
-        linears: all weights that multiply.
-        tower: what sees images; None where text alone is served.
-        parts: Hugging Face name of each weight that can have an adapter → its layer and its places
-            among the layer's outputs.
-        broken: why the weights are not one consistent version, or ""; mended by an update that
-            brings all of them.
+        linears: all linear layers.
+        tower: the vision tower; None for text-only models.
+        parts: Hugging Face name of each weight that can have an adapter → (its layer, its slice of
+            the layer's outputs).
+        broken: why the weights are not one consistent version, or ""; a complete update resets it.
     """
 
     def __init__(
@@ -110,14 +108,14 @@ class WeightStore:
     def update(
         self, tensors: Iterable[tuple[str, torch.Tensor]], version: str | None = None
     ) -> int:
-        """Write tensors into place, all of them or none; returns how many.
+        """Write all tensors into place, or none; return their number.
 
         Args:
             tensors: (Hugging Face name, tensor of the parameter's shape); cast to the engine's
                 dtype.
-            version: the version they belong to; None keeps the current one.
+            version: version of the tensors; None keeps the current version.
         Raises:
-            WeightError: a name or shape that the model does not have, or a tensor that comes twice.
+            WeightError: the model lacks a name or has another shape, or a name occurs twice.
         """
         table = list(tensors)
         self.check(((name, tuple(tensor.shape)) for name, tensor in table))
@@ -137,7 +135,7 @@ class WeightStore:
             if whole is not None and whole[0] in self.named:  # else it is a tied head
                 self._write(*whole)
         self.pushed.update(name for name, _ in table)
-        # counted first: a directory comes tensor by tensor
+        # a cheap count first, because a directory is loaded with one update per tensor
         if self.broken and len(self.pushed) >= len(self._stored_names) and not self.missing():
             self.broken = ""
         self.epoch += 1
@@ -149,10 +147,10 @@ class WeightStore:
             linear.invalidate()
 
     def check(self, names_and_shapes: Iterable[tuple[str, tuple[int, ...]]]) -> None:
-        """Whether an update of these fits; a tied head may be sent and is left out.
+        """Check that an update fits the model; a tied head is accepted and ignored.
 
         Raises:
-            WeightError: as `update`.
+            WeightError: as in `update`.
         """
         seen: set[str] = set()
         for name, shape in names_and_shapes:
@@ -173,26 +171,26 @@ class WeightStore:
                 )
 
     def missing(self) -> list[str]:
-        """Parameters that no update under the current version has brought."""
+        """Return the parameters that were not updated under the current version."""
         return [name for name in self.names if name not in self.pushed]
 
     @property
     def names(self) -> Iterable[str]:
-        """Return the names of every tensor that a complete update brings."""
+        """The names of all tensors of a complete update."""
         return self.named if self.form is None else self.form.names
 
     @property
     def held(self) -> Mapping[str, torch.Tensor]:
-        """Tensors that the engine holds, by those names; quantised weights as they came."""
+        """The engine's tensors by these names; quantised weights as they were received."""
         return self.named if self.form is None else self.form.held(self.named)
 
     def load_directory(self, path: str | Path, version: str | None = None) -> int:
-        """Read a Hugging Face directory: every parameter, no other, checked before anything is
-        written.
+        """Load a Hugging Face directory, after a check that it has exactly the model's parameters;
+        return the number of tensors.
 
         Raises:
-            UserError: no safetensors there, a shard missing or damaged.
-            WeightError: parameters missing or surplus, or of another shape.
+            UserError: there are no safetensors, or a shard is missing or damaged.
+            WeightError: parameters are missing, unknown, or of another shape.
         """
         reader = HfReader(path)
         reader.arrange_experts(self.arch.family, self.arch.spec)
@@ -209,7 +207,7 @@ class WeightStore:
         return len(names)
 
     def _takes(self, name: str) -> bool:
-        """Tell whether a tensor of a directory is a parameter, or would be an error."""
+        """Tell whether to read this tensor of a directory; ignored tensors are skipped."""
         return name in self._stored_names or not self.arch.family.is_ignored(name, self.arch.spec)
 
     @cached_property
@@ -230,10 +228,10 @@ class WeightStore:
         return found
 
     def fingerprints(self, names: Iterable[str] | None = None) -> dict[str, str]:
-        """Return xxh3-128 per parameter, of its bytes in the engine's dtype.
+        """Return name → xxh3-128 of the parameter's bytes in the engine's dtype.
 
         Raises:
-            WeightError: a name that the model does not have.
+            WeightError: the model has no parameter of a name.
         """
         held = self.held
         chosen = list(names if names is not None else held)
@@ -264,7 +262,7 @@ class WeightStore:
         """Compare the parameters with the snapshot.
 
         Raises:
-            WeightError: no snapshot was taken, or parameters differ from it; names them.
+            WeightError: there is no snapshot, or parameters differ from it (the message has names).
         """
         if self._snapshot is None:
             raise WeightError("compare needs a snapshot: send the action snapshot first")
@@ -285,8 +283,8 @@ class WeightStore:
         return unpacked + sum(linear.packed_nbytes for linear in self.linears)
 
     def release(self) -> None:
-        """Give memory back: on a GPU the parameters move to the host; on CPU only the blocked
-        copies go."""
+        """Free memory: on a GPU move the parameters to the host; on a CPU drop only the blocked
+        copies."""
         for linear in self.linears:
             linear.invalidate()
         if self.device.type != "cpu":
@@ -304,8 +302,8 @@ class WeightStore:
     # -- construction ------------------------------------------------------------------------------
 
     def _build(self, num_positions: int) -> Decoder:
-        """Build the decoder by Megatron's names of the parameters; the family's table gives the
-        Hugging Face tensors of each."""
+        """Build the decoder from Megatron's parameter names; the family's table maps each to its
+        Hugging Face tensors."""
         arch = self.arch
         self._owners: list[torch.Tensor] = []
         self._bindings: list[tuple[str, torch.Tensor, int, int]] = []
@@ -333,8 +331,7 @@ class WeightStore:
 
     @property
     def _tied_names(self) -> dict[str, str]:
-        """Return the name of the output layer → that of the embedding in its place, of a tied
-        model."""
+        """For a tied model: name of the output layer → name of the embedding that replaces it."""
         if not self.arch.spec.tie_embeddings:
             return {}
         rules = [rule for rule in self.arch.family.rules if rule.is_output]
@@ -397,7 +394,7 @@ class WeightStore:
         )
 
     def _made_of(self, name: str) -> tuple[str, ...] | None:
-        """Hugging Face names of a Megatron parameter; None where the model has no such
+        """Return the Hugging Face names of a Megatron parameter; None if the model has no such
         parameter."""
         match = self.arch.family.match_megatron(name, self.arch.spec)
         return None if match is None else match.sources
@@ -419,8 +416,8 @@ class WeightStore:
         return self._bound(linear, names)
 
     def _expert_of_stack(self, match: Match, biases: tuple[str, ...] | None) -> Linear:
-        """Multiply by one expert's part of a stack of Hugging Face tensors, which is held as it
-        is."""
+        """Build the layer of one expert from its slice of stacked Hugging Face tensors, without a
+        copy."""
         (name,) = match.sources
         is_transposed = isinstance(match.rule.layout, Transposed)
         one = _StackedExpert(
@@ -454,8 +451,8 @@ class WeightStore:
         return None if names is None else self._allocate(names)
 
     def _allocate(self, names: tuple[str, ...]) -> torch.Tensor:
-        """One tensor that holds these parameters below each other; their views are made by
-        `_bind`."""
+        """Allocate one tensor for these parameters, concatenated along axis 0; `_bind` makes their
+        views."""
         rows = [self._shapes[name][0] for name in names]
         dtype = dtype_in(self.dtype, names[0], self.dtype)
         owner = torch.zeros(
@@ -478,7 +475,7 @@ class WeightStore:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return words for the known name that is most like an unknown one; "" if none is."""
+    """Return " (nearest: …)" with the known name closest to ``name``; "" if none is close."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" (nearest: {close[0]})" if close else ""
 
@@ -494,9 +491,9 @@ def make_store(
     """Build the decoder of ``arch`` and fill it from a directory.
 
     Args:
-        dtype_or_auto: "auto" (the checkpoint's), "bfloat16" or "float32".
+        dtype_or_auto: "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
     Raises:
-        UserError: the directory is not a complete checkpoint of this model.
+        UserError: the dtype is unknown, or the directory is no complete checkpoint of this model.
     """
     name = arch.dtype if dtype_or_auto == "auto" else dtype_or_auto
     dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}.get(
@@ -532,7 +529,7 @@ def describe(store: WeightStore) -> Mapping[str, object]:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.element_size() == 1:  # float8 knows no comparison
+    if one.element_size() == 1:  # float8 does not support comparison
         one = one.view(torch.uint8)
         other = other.view(torch.uint8)
     return torch.equal(one, other)

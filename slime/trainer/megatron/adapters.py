@@ -6,22 +6,22 @@
     embedding         tokens ─ rows of Aᵀ ─► [T, rank] ─ summed / scattered ─► B ─► + output
     output layer      x ─ A ─► [T, rank] ─ copied / gathered ─► B, within the log-probs' product
 
-The collectives of an adapter move rank-sized rows, one in each direction. They leave the gradient
-of a side that every tensor-parallel rank holds either complete on each rank or, under sequence
-parallelism, partial by tokens, which is what Megatron's mark ``sequence_parallel`` stands for.
+An adapter's collectives exchange rows as wide as its rank, once per direction. If every
+tensor-parallel rank holds a side (A or B), its gradient is complete on each rank or, under sequence
+parallelism, covers only that rank's tokens. Megatron's mark ``sequence_parallel`` says the latter.
 
-Routed experts compute inside the dispatch, where nothing can be exchanged. Sides that several ranks
+Routed experts compute inside the dispatch, which allows no collectives. Sides that several ranks
 hold get partial gradients there, which `finish_gradients` adds up once per step:
 
-    A of gate and up, B of the way back     over the expert-tensor-parallel ranks
+    A of gate and up, B of down             over the expert-tensor-parallel ranks
     the same, shared by all experts         over the tensor-parallel ranks; data parallelism, whose
                                             ranks hold all experts, does the rest
 
-Gradients of all but routed experts are computed in float32 and added to Megatron's buffer by the
-backward pass itself: autograd would round them to the parameters' 16 bits in each micro-batch.
+Except for routed experts, the backward pass computes gradients in float32 and adds them to
+Megatron's buffer itself: autograd would round them to the parameters' 16 bits per micro-batch.
 
-Parameters and names are those of `slime.models.adapters`. Layers stay what they were: `attach`
-gives each a subclass of its class, so that local layers and Transformer Engine's work alike.
+`slime.models.adapters` defines parameters and names. `attach` changes the class of each adapted
+layer to a subclass, which works for local layers and for Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ from slime.models.table import shapes_of
 from slime.trainer.megatron.experts import StackedLinear, grouped_linear
 
 _ALIGNMENT = 8
-"""Grouped products want rows of this many numbers."""
+"""Grouped products need row widths that are a multiple of this many elements."""
 
 
 class LowRankAdapter(nn.Module):
@@ -82,10 +82,10 @@ class LowRankAdapter(nn.Module):
     Args:
         layer: the rules of the adapted layer and of its adapter.
         spread: [rows of ``up``, parts]: 1 where a row belongs to a part that has an adapter.
-        down, up: shapes of this rank's piece of both sides.
+        down, up: shapes of this rank's shards of A and B.
     Attributes:
-        is_on: False computes the base alone.
-        dropout: share of the inputs that is dropped just now.
+        is_on: if False, only the base layer is computed.
+        dropout: the current dropout probability of the inputs.
     """
 
     def __init__(
@@ -113,19 +113,19 @@ class LowRankAdapter(nn.Module):
 
     @property
     def begins_with_zeros(self) -> Tensor:
-        """The side that is zero in an adapter that changes nothing."""
+        """The side (A or B) that is initialised with zeros, so that the adapter has no effect."""
         return self.up
 
 
 def _wide(up: Tensor, spread: Tensor | None) -> Tensor:
-    """[…, rows, parts · rank]: each row of ``up`` in the columns of its part, else zeros."""
+    """Return [..., rows, parts · rank]: each row of ``up`` in its part's columns, else zeros."""
     return up if spread is None else (up.unsqueeze(-2) * spread).flatten(-2)
 
 
 def give_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Add a gradient to a parameter's buffer in the buffer's dtype, and return what the backward
-    pass gives to autograd: a tensor without meaning, as of Megatron's own layers, or the gradient
-    if there is no buffer."""
+    """Add a gradient to the parameter's gradient buffer, and return the tensor for autograd: an
+    uninitialised dummy, as in Megatron's own layers. Without a buffer, return the gradient in the
+    parameter's dtype."""
     buffer = getattr(parameter, "main_grad", None)
     if buffer is None:
         return gradient.to(parameter.dtype)
@@ -135,7 +135,7 @@ def give_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _float_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32, whatever the factors' dtype."""
+    """a @ b with a float32 result for factors of any dtype."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.ops.aten.mm.dtype(a, b, torch.float32)
     return a.float() @ b.float()
@@ -147,7 +147,7 @@ def _is_gated(layer: AdaptedLayer) -> bool:
 
 
 class LinearAdapter(LowRankAdapter):
-    """The adapter of a column- or row-parallel layer, the output layer among them."""
+    """The adapter of a column- or row-parallel layer, including the output layer."""
 
     def __init__(
         self,
@@ -176,9 +176,9 @@ class LinearAdapter(LowRankAdapter):
 
         Args:
             x: inputs of the layer on this rank, [T, 1, in].
-            compute_base: the frozen layer, outputs [T, 1, out] and its bias; called once.
+            compute_base: the frozen layer, returns outputs [T, 1, out] and bias; called once.
         Returns:
-            What ``compute_base`` returns, with the adapter's part added to the outputs.
+            The result of ``compute_base``, with the adapter's output added to the outputs.
         """
         if not self.is_on:
             return compute_base(x)
@@ -187,8 +187,8 @@ class LinearAdapter(LowRankAdapter):
         return _added(output, hidden, self), bias
 
     def low_rank(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs of the layer [T, 1, in] on this rank → them again, for the frozen layer alone, and
-        A·x [T, 1, rank] of the tokens that this rank has outputs of."""
+        """x [T, 1, in] on this rank → an alias of x that only the frozen layer may use, and A·x
+        [T, 1, rank] for the tokens whose outputs this rank computes."""
         if self.dropout:
             _, hidden = _Down.apply(F.dropout(x, self.dropout), self.down)
         else:
@@ -210,7 +210,7 @@ class LinearAdapter(LowRankAdapter):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """Both sides as any layout loads them."""
+        """Return both sides as shards that every layout can load."""
         assert metadata is not None
         rank = self.group.rank()
         size = self.group.size()
@@ -240,7 +240,7 @@ class LinearAdapter(LowRankAdapter):
 
 
 class EmbeddingAdapter(LowRankAdapter):
-    """The adapter of the vocabulary-parallel embedding. As in PEFT it has no dropout."""
+    """The adapter of the vocabulary-parallel embedding, without dropout, as in PEFT."""
 
     def __init__(
         self, layer: AdaptedLayer, base: VocabParallelEmbedding, config: TransformerConfig
@@ -260,8 +260,8 @@ class EmbeddingAdapter(LowRankAdapter):
         return self.down
 
     def forward(self, tokens: Tensor, compute_base: Callable[[Tensor], Tensor]) -> Tensor:
-        """Token ids int64 [1, T] → what ``compute_base`` makes of them, [1, T, hidden], or under
-        sequence parallelism [T / ranks, 1, hidden], with the adapter's part added."""
+        """Token ids int64 [1, T] → the result of ``compute_base`` plus the adapter's output,
+        [1, T, hidden], or [T / ranks, 1, hidden] under sequence parallelism."""
         output = compute_base(tokens)
         if not self.is_on:
             return output
@@ -280,7 +280,7 @@ class EmbeddingAdapter(LowRankAdapter):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """Both sides as any layout loads them."""
+        """Return both sides as shards that every layout can load."""
         assert metadata is not None
         rank = self.group.rank()
         replica = metadata["dp_cp_group"].rank()
@@ -294,20 +294,20 @@ class EmbeddingAdapter(LowRankAdapter):
 
 
 def _summed(hidden: Tensor, group: Any, is_scattered: bool) -> Tensor:
-    """Add up the ranks' parts of A·x; with ``is_scattered`` a rank gets the sum of its tokens."""
+    """Sum A·x over the ranks; with ``is_scattered`` each rank gets only the rows of its tokens."""
     if is_scattered:
         return reduce_scatter_to_sequence_parallel_region(hidden, group=group)
     return reduce_from_tensor_model_parallel_region(hidden, group=group)
 
 
 def _added(output: Tensor, hidden: Tensor, adapter: LowRankAdapter) -> Tensor:
-    if output._is_view():  # of Megatron's reduction, which returns what it was given
+    if output._is_view():  # Megatron's reduction may return a view of its input
         output = output.clone()
     return _AddProduct.apply(output, hidden, adapter.up, adapter.spread, adapter.scaling)
 
 
 class _LookedUp(torch.autograd.Function):
-    """Rows of ``down`` [tokens, r] by index [1, T] → [1, T, r]; zeros where ``is_here`` is not."""
+    """Rows of ``down`` [tokens, r] by index [1, T] → [1, T, r]; zeros where not ``is_here``."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, is_here: Tensor, down: Tensor) -> Tensor:
@@ -324,10 +324,10 @@ class _LookedUp(torch.autograd.Function):
 
 
 class _Down(torch.autograd.Function):
-    """x [T, 1, in], down [r, in] → x again for the frozen layer, and x · downᵀ [T, 1, r].
+    """x [T, 1, in], down [r, in] → an alias of x for the frozen layer, and x · downᵀ [T, 1, r].
 
-    The backward pass adds the adapter's part of the input gradient to the frozen layer's in place.
-    The frozen layer alone reads its alias of x, so nothing else holds that gradient.
+    The backward pass adds the adapter's input gradient to the frozen layer's in place. Only the
+    frozen layer uses the alias of x, so nothing else uses that gradient.
     """
 
     @staticmethod
@@ -349,8 +349,8 @@ class _Down(torch.autograd.Function):
 
 
 class _AddProduct(torch.autograd.Function):
-    """output [T, 1, out] += scaling · hidden [T, 1, parts · r] · wideᵀ, in place: a frozen layer
-    keeps no outputs. ``wide`` is ``up`` [out, r] spread over the parts."""
+    """output [T, 1, out] += scaling · hidden [T, 1, parts · r] · wideᵀ. This can work in place,
+    because a frozen layer does not save its outputs. ``wide`` is the result of `_wide`."""
 
     @staticmethod
     def forward(
@@ -409,14 +409,14 @@ class ExpertAdapter(LowRankAdapter):
             whole.summed_over = "tensor"  # type: ignore[attr-defined]
             return
         whole.allreduce = False  # type: ignore[attr-defined]
-        # "parallel", as other ranks hold other experts; "shared" leaves repetitions out of norms
+        # "parallel", as other ranks hold other experts; "shared" excludes duplicates from norms
         set_tensor_model_parallel_attributes(whole, True, 1, 1)
         whole.shared = self.shard > 0  # type: ignore[attr-defined]
         whole.summed_over = "expert tensor"  # type: ignore[attr-defined]
 
     def forward(self, rows: Tensor, output: Tensor, ends: Tensor) -> Tensor:
-        """Rows [R, in] sorted by expert, outputs [R, out] → the outputs with the adapters'
-        added."""
+        """Rows [R, in] sorted by expert, outputs [R, out] → outputs plus the adapters' outputs,
+        [R, out]."""
         if not self.is_on:
             return output
         down: Tensor = self.down
@@ -434,7 +434,7 @@ class ExpertAdapter(LowRankAdapter):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """Both sides, those of all experts as one tensor, as any layout loads them."""
+        """Return both sides as shards that every layout can load, one tensor for all experts."""
         assert metadata is not None
         before = len(sharded_offsets)
         of_experts = ((before, self.expert_rank, self.expert_ranks),)
@@ -474,12 +474,12 @@ def _sharded(
     *,
     is_padded: bool = False,
 ) -> ShardedStateDict:
-    """One side of an adapter in a checkpoint.
+    """Return one side of an adapter as part of a checkpoint.
 
     Args:
-        place: (axis, piece, pieces) of what ranks divide.
-        halves: 2 where each piece has its part of gate and of up, which lie apart in the whole.
-        is_padded: the whole has rows beyond the vocabulary, how many depends on the layout.
+        place: (sharded axis, shard, number of shards); None if the side is not sharded.
+        halves: 2 if each shard has a part of gate and one of up, else 1.
+        is_padded: the full tensor has padding rows after the vocabulary, depending on the layout.
     """
     before = len(offsets)
 
@@ -541,7 +541,7 @@ def _adapted(linear: type) -> type:
             sharded_offsets: tuple[Any, ...] = (),
             metadata: dict[str, Any] | None = None,
         ) -> ShardedStateDict:
-            # the layer's own takes every parameter below it for one of its own
+            # the layer's own method treats parameters of submodules as the layer's
             adapter = self._modules.pop("adapter")
             try:
                 found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
@@ -555,10 +555,10 @@ def _adapted(linear: type) -> type:
 
 
 def attach(chunks: Sequence[nn.Module], spec: ModelSpec, adapters: AdapterConfig) -> None:
-    """Freeze the model and give each target an adapter of zeros, which changes nothing.
+    """Freeze the model and give each target layer an adapter of zeros, which has no effect.
 
     Args:
-        chunks: this rank's, not wrapped yet.
+        chunks: this rank's model chunks, before data-parallel wrapping.
     """
     family = table_of(spec)
     rules = {layer.base: layer for layer in adapted_layers(family, spec, adapters)}
@@ -591,7 +591,7 @@ def attach(chunks: Sequence[nn.Module], spec: ModelSpec, adapters: AdapterConfig
 
 
 def _spread(layer: AdaptedLayer, spec: ModelSpec, shard: Shard) -> Tensor:
-    """[rows of this rank's piece, parts with an adapter]: which row belongs to which part."""
+    """Return [rows of this rank's shard, parts with an adapter]: 1 where the row is of the part."""
     if len(layer.present) == 1:
         return torch.ones(1, 1)
     sizes = [shape[0] for shape in shapes_of(layer.base, spec)]
@@ -603,9 +603,9 @@ def _spread(layer: AdaptedLayer, spec: ModelSpec, shard: Shard) -> Tensor:
 
 
 class _FirstValues(Mapping[str, Tensor]):
-    """The first values of every A, drawn whole from the seed and the tensor's name, so that they
-    depend on no layout: uniform within ±1/√in, PEFT's default. For the embedding they are those of
-    B, from a normal distribution as in PEFT."""
+    """The initial values of every A: uniform within ±1/√in, PEFT's default. For the embedding,
+    those of B: normally distributed, as in PEFT. Each full tensor is drawn from the seed and its
+    name, so values do not depend on the layout."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], seed: int) -> None:
         self._shapes = {
@@ -636,8 +636,8 @@ class _FirstValues(Mapping[str, Tensor]):
 def draw_first_values(
     chunks: Sequence[nn.Module], spec: ModelSpec, adapters: AdapterConfig, seed: int
 ) -> None:
-    """Fill every A with random numbers, the same at every layout; every B stays zero. For the
-    embedding B is filled, and A stays zero."""
+    """Fill every A (for the embedding, B) with random numbers that do not depend on the layout. The
+    other side stays zero."""
     table = adapter_family(table_of(spec), spec, adapters)
     fill_adapters(chunks, table, spec, _FirstValues(dict(table.hf_tensors(spec)), seed))
 
@@ -658,7 +658,7 @@ def adapter_tensors(chunks: Sequence[nn.Module]) -> list[Tensor]:
 
 @contextmanager
 def without_adapters(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Within the block the model computes as its base does."""
+    """Switch all adapters off inside the block."""
     found = list(adapters_of(chunks))
     try:
         for adapter in found:
@@ -671,7 +671,7 @@ def without_adapters(chunks: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def dropping_inputs(chunks: Sequence[nn.Module], dropout: float) -> Iterator[None]:
-    """Within the block adapters drop this share of their inputs."""
+    """Apply dropout with this probability to the adapters' inputs inside the block."""
     found = list(adapters_of(chunks)) if dropout else []
     try:
         for adapter in found:
@@ -684,13 +684,13 @@ def dropping_inputs(chunks: Sequence[nn.Module], dropout: float) -> Iterator[Non
 
 @torch.no_grad()
 def changes_nothing(chunks: Sequence[nn.Module]) -> bool:
-    """Tell whether every B of this rank is zero, or A of the embedding."""
+    """Tell whether every B of this rank (for the embedding, A) is zero."""
     return not any(bool(one.begins_with_zeros.any()) for one in adapters_of(chunks))
 
 
 def finish_gradients(chunks: list[Any], *args: Any, **kwargs: Any) -> None:
-    """Reduce the gradients as Megatron does, and add up those of the experts' adapters.
-    Collective."""
+    """Reduce the gradients as Megatron does, then sum those of the experts' adapters over the ranks
+    that hold the same side. Collective."""
     finalize_model_grads(chunks, *args, **kwargs)
     for kind, group in (
         ("tensor", parallel_state.get_tensor_model_parallel_group()),

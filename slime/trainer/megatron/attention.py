@@ -1,8 +1,8 @@
 """Causal attention over packed sequences, without Transformer Engine.
 
-On a GPU: torch's variable-length flash attention. On a CPU, and in float32, which flash attention
-does not support, sequences of similar length share one dense call; the mask keeps real queries away
-from the padding behind them, so that only the padding's own (discarded) rows see it.
+On a GPU: flash attention for variable lengths. On a CPU, and in float32, which flash attention does
+not support, sequences of similar length share one dense call. The mask keeps real queries from the
+padding after them; only the discarded rows of padding attend to it.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class PackedAttention(torch.nn.Module):
     """``core_attention`` of the local layer spec. Grouped queries; no dropout.
 
     Args:
-        torch_only: on a GPU, torch's own kernel, also where a faster one is installed.
+        torch_only: on a GPU, use torch's own kernel even if a faster one is installed.
     Attributes:
-        one_head_size: queries, keys and values must have heads of one size.
+        one_head_size: queries, keys and values must have equal head sizes.
     """
 
     one_head_size = True
@@ -75,8 +75,8 @@ class PackedAttention(torch.nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences
     ) -> Tensor:
-        """query [T, heads, dim], key and value [T, groups, dim] → [T, heads, dim]; T are the tokens
-        of this rank's stripe."""
+        """query [T, heads, dim], key and value [T, groups, dim] → [T, heads, dim]; T is the number
+        of tokens of this rank's stripe."""
         context = sequences.context
         if context is None:
             return self._whole(query, key, value, sequences)
@@ -118,8 +118,8 @@ class PackedAttention(torch.nn.Module):
 
 
 def window_of(config: TransformerConfig, layer_number: int) -> int | None:
-    """Return how many tokens a token of a layer (from 1) sees, itself included; None: all before
-    it."""
+    """Return to how many tokens each token attends in a layer (numbered from 1), including itself;
+    None: to all earlier tokens."""
     if not is_layer_window_attention(
         config.window_size, config.window_attn_skip_freq, layer_number
     ):
@@ -131,11 +131,11 @@ class PackedSelfAttention(SelfAttention):
     """Megatron's self-attention with a forward pass for packed training only: no caches, no
     inference modes.
 
-    Parameters, names and sharding are Megatron's. What differs: the rotary angles come ready for
-    the micro-batch.
+    Parameters, names and sharding are Megatron's. Unlike there, the rotary angles are computed once
+    per micro-batch.
 
     Attributes:
-        rotary_kind: which of the micro-batch's angles are this layer's (`PolicyModel` sets it).
+        rotary_kind: which of the micro-batch's angles this layer uses (`PolicyModel` sets it).
     """
 
     rotary_kind: RotaryKind = "main"
@@ -161,8 +161,8 @@ class PackedSelfAttention(SelfAttention):
         return self.linear_proj(out.to(query.dtype).reshape(out.size(0), 1, -1))
 
     def _heads(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """Query [T, heads, dim], key and value [T, groups, dim], ready for attention; where its
-        output is gated, the gates [T, heads, dim], too."""
+        """Return normalised and rotated query [T, heads, dim] and key, and value [T, groups, dim];
+        with gated outputs also the gates [T, heads, dim]."""
         gated = self.config.attention_output_gate
         found = self.get_query_key_value_tensors(hidden, output_gate=gated)
         query, key, value, *gates = (x.squeeze(1) for x in found)
@@ -175,8 +175,8 @@ class PackedSelfAttention(SelfAttention):
         return (query, key, value, *(self._own_part(gate, query) for gate in gates))
 
     def _own_part(self, gate: Tensor, query: Tensor) -> Tensor:
-        """The gates of the rank's own query heads: Megatron returns those of a whole group where
-        several ranks share its keys and values."""
+        """Return the gates of the rank's own query heads. If several ranks share keys and values of
+        a group, Megatron returns the gates of the whole group."""
         gate = gate.reshape(query.size(0), -1, query.size(-1))
         own = query.size(1)
         if gate.size(1) == own:
@@ -185,8 +185,8 @@ class PackedSelfAttention(SelfAttention):
         return gate[:, place * own : (place + 1) * own]
 
     def _takes_one_pass(self, hidden: Tensor) -> bool:
-        """Tell whether kernels can be used, norms of queries and keys are ours if there are any,
-        and the rank has whole groups."""
+        """Tell whether the fused kernel can be used: it needs Triton, query and key norms of class
+        `RMSNorm` or none, whole groups per rank, and no gates."""
         kinds = {type(self.q_layernorm), type(self.k_layernorm)}
         known = kinds == {RMSNorm} or kinds <= {IdentityOp, type(None)}
         whole_groups = self.config.num_query_groups >= self.world_size
@@ -212,8 +212,8 @@ class PackedSelfAttention(SelfAttention):
 def attend(
     layer: Attention, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    """Return ``core(query, key, value)``; with ``--recompute-modules core_attn`` it is computed
-    again in the backward pass."""
+    """Return ``core(query, key, value)``; ``--recompute-modules core_attn`` recomputes it in the
+    backward pass."""
     if layer.checkpoint_core_attention and layer.training:
         return tensor_parallel.checkpoint(core, False, query, key, value)
     return core(query, key, value)
@@ -253,11 +253,11 @@ def _flash_packed(
 
 @functools.cache
 def _flash4(place: torch.device) -> Callable[..., Any] | None:
-    """The kernel for packed sequences of flash-attn-4; None where it is not installed or not for
-    this GPU."""
+    """Return flash-attn-4's kernel for packed sequences; None if it is not installed or does not
+    support this GPU."""
     if torch.cuda.get_device_capability(place)[0] not in FLASH4_MAJORS:
         return None
-    # so that later processes need not compile again
+    # later processes then reuse compiled kernels
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     try:
         from flash_attn.cute import flash_attn_varlen_func
@@ -283,10 +283,10 @@ def torch_varlen(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """torch's flash attention for packed sequences; arguments as of `PackedAttention.forward`.
+    """Attend with torch's flash attention; arguments as for `PackedAttention.forward`.
 
     Raises:
-        UserError: a window, and torch's kernel knows none.
+        UserError: ``window`` is set, and this torch version does not support windows.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -317,8 +317,8 @@ def torch_varlen(
 def _dense(
     query: Tensor, key: Tensor, value: Tensor, block: AttentionBlock, scale: float
 ) -> Tensor:
-    """[B, L, heads, dim] and [B, L, groups, dim] → [B, L, heads, dim]; each query sees what the
-    block allows."""
+    """[B, L, heads, dim] and [B, L, groups, dim] → [B, L, heads, dim]; each query attends to the
+    keys that the block allows."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if q.dtype == torch.bfloat16 and block.length < _EXPLICIT_BELOW:
         return _explicit(q, k, v, block.bias, scale).transpose(1, 2)
@@ -330,7 +330,7 @@ def _dense(
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """Softmax in float32 between two batched products; the queries of a group share theirs."""
+    """Attend with two batched matrix products, one per group, and a softmax in float32."""
     batch, heads, length, dim = q.shape
     groups = k.size(1)
     grouped = q.reshape(batch, groups, heads // groups * length, dim)
@@ -341,13 +341,13 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Te
 
 # -- between packed and padded ---------------------------------------------------------------------
 #
-# Each packed token has exactly one cell, so the gradient of a gather is a gather again. Autograd
+# Each packed token has exactly one cell, so the gradient of the gather is also a gather. Autograd
 # would scatter-add row by row, which on a CPU costs more than the attention itself.
 
 
 class _Pad(torch.autograd.Function):
-    """[T, …] → [cells, …]. The gradient of a padding cell is 0, so that of the token it repeats is
-    unharmed."""
+    """[T, …] → [cells, …]. A padding cell's gradient is 0, so it does not change that of the token
+    that the cell repeats."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: PaddedLayout) -> Tensor:

@@ -1,4 +1,4 @@
-"""`MegatronBackend`, one trainer rank: sets everything up and hands each verb to its module."""
+"""`MegatronBackend`, one trainer rank: sets everything up and delegates each operation."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ from slime.weights.source import collect_adapters, save_hf, save_reward_model
 logger = get_logger(__name__)
 
 _TEACHER_CANARY = 16
-#: The same weights and kernels give the same bits; atomics of a GPU move them by less than this.
+#: Equal weights and kernels give equal log-probs, except for GPU atomics: they differ by less.
 _TEACHER_TOLERANCE = 1e-3
 
 
@@ -99,22 +99,22 @@ class MegatronBackend(TrainerProcess):
         metrics = backend.train(batch)
 
     Attributes (after `setup`):
-        roles: the models that this run holds, by name.
+        roles: the models of this run, by name.
         model_chunks: the policy as Megatron's DDP-wrapped pipeline stage(s).
-        copies: weights of the models that do not learn, by role.
-        critic: the model that gives values, with an optimizer of its own; None without one, or
-            where it is on ranks of its own.
-        optimizer, scheduler: Megatron's, of the policy.
+        copies: weights of the frozen models, by role.
+        critic: the value model, with its own optimizer; None without a critic or if it has its own
+            ranks.
+        optimizer, scheduler: the policy's Megatron optimizer and learning-rate schedule.
         spec, hf_config: the model's architecture, and its Hugging Face config.
         step_metrics: the last rollout's metrics, one dict per optimizer step.
-        extra_state: what `save` was given in the checkpoint that was loaded; {} on a fresh start.
+        extra_state: the ``extra_state`` of the loaded checkpoint (see `save`); {} on a fresh start.
         plan: what `setup` has loaded; None if it drew random weights.
-        skipped: a line for each damaged checkpoint that `setup` has passed over.
+        skipped: one line for each damaged checkpoint that `setup` skipped.
         failed_step: the last step, if it ended in `NonFiniteTraining`.
-        engine_weights: the weights that engines compute with, if they hold quantised ones and the
-            trainer's own are others. A frozen base is loaded with the engines' values.
-        adapters: what is trained in place of the model's own weights, if anything.
-        trained_tokens: recorded tokens of the last rollout, if this rank speaks for them.
+        engine_weights: the weights with which engines compute, if these are quantised and the
+            trainer's are not. A frozen base is loaded with the engines' values.
+        adapters: the adapters that are trained instead of the model's weights; None without.
+        trained_tokens: recorded tokens of the last rollout, if this rank reports them.
     """
 
     def __init__(self, config: Config, rank_info: RankInfo) -> None:
@@ -142,16 +142,16 @@ class MegatronBackend(TrainerProcess):
     # -- setting up --------------------------------------------------------------------------------
 
     def setup(self, *, spec: ModelSpec | None = None, initialise: bool = False) -> int:
-        """Process groups, model, optimizer, weights.
+        """Join the process groups, build model and optimizer, and load the weights.
 
         Args:
             spec: architecture to build; default: that of ``--hf-checkpoint``.
-            initialise: random weights instead of loading any (tests, benchmarks).
+            initialise: draw random weights and load none (tests, benchmarks).
         Returns:
-            The next rollout id: 0, or where the loaded checkpoint goes on.
+            The next rollout id: 0, or the one after the loaded checkpoint.
         Raises:
-            UserError: a layout that fits neither the ranks nor the model, weights that are missing
-                or do not fit.
+            UserError: the layout does not fit the ranks or the model, or weights are missing or do
+                not fit the model.
         """
         self.join(spec)
         with PhaseMemory(self.config, self.ranks.device).phase("setup"):
@@ -164,7 +164,7 @@ class MegatronBackend(TrainerProcess):
         if not initialise:
             plan, self.skipped = agreed_plan(config)
         self.plan = plan
-        if CRITIC in self.roles:  # before the policy, so that one sleeps while the other is made
+        if CRITIC in self.roles:  # before the policy, so that it sleeps while the policy is built
             self._set_up_critic(plan)
         built = RewardModel if config.algorithm.trains_reward_model else PolicyModel
         chunks = build_model_chunks(self.spec, config, initialise=initialise, model=built)
@@ -195,7 +195,7 @@ class MegatronBackend(TrainerProcess):
             self.reference_is_policy = not self.ranks.any_of_all(differs)
 
     def _set_up_critic(self, plan: LoadPlan | None) -> None:
-        """Build the critic and load it; without a plan it has random weights."""
+        """Build the critic and load its weights; without a plan they are random."""
         self.critic = Critic(
             self.spec,
             self.config,
@@ -210,8 +210,8 @@ class MegatronBackend(TrainerProcess):
         self.critic.sleep()
 
     def _load(self, plan: LoadPlan) -> int:
-        """Load the weights of all models but the critic, the policy's last; build its optimizer
-        around them and load its state if there is one."""
+        """Load the weights of all models except the critic, the policy's last. Then build the
+        policy's optimizer and load its state, if there is one. Return the next rollout id."""
         if self.adapters is not None:
             return self._load_adapters(plan, self.adapters)
         self._copy_frozen(plan)
@@ -224,10 +224,10 @@ class MegatronBackend(TrainerProcess):
         return plan.start_rollout_id
 
     def _copy_frozen(self, plan: LoadPlan) -> None:
-        """Load and copy the weights of the models that do not learn.
+        """Load and copy the weights of the frozen models.
 
         Args:
-            plan: the policy's.
+            plan: the policy's load plan.
         """
         for role in self._copied_roles():
             iteration = saved_reference(plan) if role.is_saved else None
@@ -239,11 +239,11 @@ class MegatronBackend(TrainerProcess):
             self.copies[role.name] = WeightsCopy(self.model_chunks, iteration)
 
     def _load_adapters(self, plan: LoadPlan, own: AdapterConfig) -> int:
-        """Load the base, and the adapters if there are any yet; build the optimizer around them.
+        """Load the base, and the adapters if some are saved; build the optimizer. Return the next
+        rollout id.
 
         Raises:
-            UserError: ``plan`` leads to another base than that of the reference model, which is the
-                base without adapters.
+            UserError: ``plan`` has another base model than the reference model.
         """
         self._copy_frozen(plan)
         base = resolve_reference(self.config)
@@ -275,21 +275,21 @@ class MegatronBackend(TrainerProcess):
         return plan.start_rollout_id
 
     def _fill_adapters(self, directory: str | Path, own: AdapterConfig, flag: str) -> None:
-        """Read a PEFT adapter of the policy's rank and layers, which ``flag`` names, into the
-        model."""
+        """Load the PEFT adapter that ``flag`` names, which must have the policy's adapter rank and
+        layers, into the model."""
         family = table_of(self.spec)
         tensors = fitted(read_adapter(directory, family), own, family, self.spec, flag=flag)
         fill_adapters(self.model_chunks, adapter_family(family, self.spec, own), self.spec, tensors)
 
     def _load_state(self, plan: LoadPlan) -> None:
-        """Load what training goes on with from a checkpoint."""
+        """Load the training state of a checkpoint."""
         state = self._checkpoint_state()
         seed = self.config.train.seed
         self.extra_state = load_checkpoint(plan, state, seed=seed, is_compared=True).extra_state
 
     def _quantised_reader(self, base: LoadPlan) -> QuantisedReader | None:
-        """Return the reader of a frozen base that engines hold quantised; None if they hold it
-        plain."""
+        """Return the reader of a frozen base that engines hold quantised; None if engines hold
+        unquantised weights."""
         assert self.hf_config is not None
         quantisation = Quantisation.read(self.hf_config)
         if quantisation is None:
@@ -308,10 +308,10 @@ class MegatronBackend(TrainerProcess):
         )
 
     def _load_weights(self, plan: LoadPlan, reader: QuantisedReader | None = None) -> None:
-        """Load whole weights.
+        """Load full weights.
 
         Args:
-            reader: of ``plan``'s Hugging Face directory, if its values are to be the engines'.
+            reader: reads ``plan``'s Hugging Face directory with the engines' quantised values.
         """
         if plan.kind == "hf":
             name = self.config.checkpoint.model_name
@@ -327,8 +327,8 @@ class MegatronBackend(TrainerProcess):
     # -- what a run does ---------------------------------------------------------------------------
 
     def set_run_length(self, num_rollout: int) -> None:
-        """Tell the learning-rate schedule how long the run is, where only counting the prompts
-        could tell."""
+        """Set the number of rollouts in the learning-rate schedule, for runs whose length is known
+        only after counting the prompts."""
         optimizer.set_run_length(self.scheduler, self.config, num_rollout)
         if self.critic is not None:
             self.critic.set_run_length(num_rollout)
@@ -339,21 +339,21 @@ class MegatronBackend(TrainerProcess):
         return self._end_rollout(batch, *update(self, batch))
 
     def score(self, batch: TrainBatch) -> None:
-        """Begin what `train` does, where the critic is on other ranks. Collective."""
+        """Begin the update if the critic has its own ranks (else see `train`). Collective."""
         self._begin_rollout()
         self._update = Update(self, batch)
         self._update.score()
 
     def returns(self, values: ByPosition) -> tuple[ByPosition, ByPosition]:
-        """Compute advantages with the critic's values; return returns and loss masks of the shards
-        that this rank speaks for. Collective."""
+        """Compute advantages from the critic's values; return the returns and loss masks of the
+        shards that this rank reports. Collective."""
         assert self._update is not None, "scoring comes first"
         self._update.set_values(values)
         self._update.compute_advantages()
         return self._update.returns()
 
     def learn(self) -> dict[str, float]:
-        """Take the policy's steps; return as `train`. Collective."""
+        """Take the policy's optimizer steps; return the same metrics as `train`. Collective."""
         assert self._update is not None, "scoring comes first"
         found = self._update.learn()
         batch = self._update.batch
@@ -394,14 +394,14 @@ class MegatronBackend(TrainerProcess):
         return evaluate(self, batch)
 
     def save(self, rollout_id: int, extra_state: dict[str, Any] | None = None) -> Path | None:
-        """After training rollout ``rollout_id``: a checkpoint with ``--save``, Hugging Face form
-        with ``--save-hf``.
+        """Write a checkpoint (``--save``) and a Hugging Face directory (``--save-hf``) after
+        training on rollout ``rollout_id``.
 
         Collective.
 
         Args:
-            extra_state: small state of the run (data position, …), found again in ``extra_state``
-                after `setup`.
+            extra_state: small state of the run (data position, …); `setup` restores it to the
+                attribute ``extra_state``.
         Returns:
             The checkpoint's directory; None without ``--save``. With ``--async-save`` it is
             complete after `finish_saving`.
@@ -450,8 +450,8 @@ class MegatronBackend(TrainerProcess):
             )
 
     def _further_files(self, root: Path, rollout_id: int) -> Callable[[Path], None] | None:
-        """Collect what a checkpoint has besides: adapters, the part of a critic on other ranks.
-        Collective."""
+        """Return a function that writes a checkpoint's additional files: adapters, and the part of
+        a critic on other ranks. Collective."""
         adapters = self._adapter_files()
         if not self.config.critic.has_own_gpus:
             return adapters
@@ -464,7 +464,7 @@ class MegatronBackend(TrainerProcess):
         return write
 
     def _adapter_files(self) -> Callable[[Path], None] | None:
-        """Collect what a checkpoint has besides: the adapters as PEFT has them. Collective."""
+        """Return a function that writes the adapters in PEFT's format. Collective."""
         if self.adapters is None or not self.hf_config:
             return None
         write = self._collect_adapters(self.adapters)
@@ -474,7 +474,7 @@ class MegatronBackend(TrainerProcess):
         flags = self.config.checkpoint
         assert flags.hf_checkpoint is not None and self.hf_config is not None
         reference = flags.ref_load
-        # adapters of a quantised model belong to its values, whatever it was made from
+        # adapters of a quantised model fit its own values, not those of the original weights
         is_quantised = Quantisation.read(self.hf_config) is not None
         has_own = reference is not None and is_hf_dir(Path(reference)) and not is_quantised
         return collect_adapters(
@@ -501,9 +501,9 @@ class MegatronBackend(TrainerProcess):
         )
 
     def sleep(self, *, keep_weights: bool = False) -> dict[str, float]:
-        """Give the GPU's memory to others until `wake`; without a GPU there is none to give. Can be
-        called twice, first keeping the weights. Returns ``perf/trainer_asleep_gb``: what torch
-        still holds on the GPU."""
+        """Free the GPU's memory until `wake`; without a GPU do nothing. It can be called twice,
+        first with ``keep_weights``. Return ``perf/trainer_asleep_gb``: the memory that torch still
+        holds on the GPU."""
         if not device.has_gpu():
             return {}
         with PhaseMemory(self.config, self.ranks.device).phase("sleep"):
@@ -513,8 +513,8 @@ class MegatronBackend(TrainerProcess):
         return {"perf/trainer_asleep_gb": held}
 
     def wake(self) -> dict[str, float]:
-        """Take the memory back; weights and optimizer are the same bits as before. Returns what the
-        GPU had free beforehand (``perf/free_before_wake_gb``): what the engines left."""
+        """Restore weights and optimizer exactly on the GPU. Return ``perf/free_before_wake_gb``:
+        the memory that the engines had left free before."""
         if not device.has_gpu():
             return {}
         free, _ = torch.cuda.mem_get_info()
@@ -523,8 +523,8 @@ class MegatronBackend(TrainerProcess):
 
     @contextmanager
     def critic_turn(self) -> Iterator[None]:
-        """The critic is awake inside, and where both share memory with engines the policy sleeps.
-        Collective."""
+        """Keep the critic awake inside the block. If critic and policy take turns on the GPU, the
+        policy sleeps meanwhile. Collective."""
         assert self.critic is not None
         if not self.critic.takes_turns:
             yield
@@ -544,14 +544,14 @@ class MegatronBackend(TrainerProcess):
 
     @property
     def pushed_chunks(self) -> list[optimizer.DataParallel]:
-        """The model that engines generate with."""
+        """The model with which engines generate."""
         pushed = [role.name for role in self.roles.values() if role.is_pushed]
         assert pushed == [POLICY], "the other models are copies of weights, without chunks"
         return self.model_chunks
 
     def _copied_roles(self) -> list[Role]:
-        """Return the models that do not learn and are copies of whole weights. With adapters the
-        reference model is the policy without them, or with those of --ref-load."""
+        """Return the frozen models that are copies of full weights. With adapters the reference
+        model is not one: it is the policy without adapters, or with those of --ref-load."""
         frozen = [role for role in self.roles.values() if not role.learns]
         return [role for role in frozen if self.adapters is None or role.name != REFERENCE]
 
@@ -566,16 +566,16 @@ class MegatronBackend(TrainerProcess):
         store_prefix: str = "",
         micro_batches: list[list[int]] | None = None,
     ) -> list[Tensor] | None:
-        """Log-probs of the response tokens, [R_i] per sample; None on ranks without output layer.
-        Collective.
+        """Return the log-probs of the response tokens, [R_i] per sample; None on ranks without
+        output layer. Collective.
 
         The micro-batches are those of training, so that equal weights give equal bits.
 
         Args:
             role: name of the model that scores.
-            as_engines: score with the weights that quantised engines compute with.
-            store_prefix: handed to ``--custom-megatron-before-log-prob-hook-path``.
-            micro_batches: the samples to score, others get zeros; None: all.
+            as_engines: score with the weights with which quantised engines compute.
+            store_prefix: argument of ``--custom-megatron-before-log-prob-hook-path``.
+            micro_batches: the samples to score; others get zeros. Default: all samples.
         """
         self._call_hook(
             "custom_megatron_before_log_prob_hook_path",
@@ -587,7 +587,7 @@ class MegatronBackend(TrainerProcess):
             batch, batch.all_micro_batches if micro_batches is None else micro_batches
         )
         if self.routing is not None:
-            # training replays what the policy's own pass recorded, not what this one would
+            # training replays the experts of the policy's own pass, so other passes record none
             again = as_engines and self.routing.source == "policy"
             routes_itself = role != POLICY or again or micro_batches is not None
             self.routing.prepare(batch, packed, "reference" if routes_itself else "score")
@@ -632,11 +632,11 @@ class MegatronBackend(TrainerProcess):
                 note_teacher_scores(found, batch, name, packed, scores)
 
     def _check_teacher(self, name: str) -> None:
-        """Compare the canary's log-probs with the first ones of this teacher, as which the model
-        computes now. Collective.
+        """Compare the canary's log-probs with the teacher's first ones. Call it while the model has
+        the teacher's weights. Collective.
 
         Raises:
-            UserError: they differ.
+            UserError: the log-probs differ.
         """
         source = self._teachers[name].source
         if source == SELF:  # its weights change
@@ -658,7 +658,7 @@ class MegatronBackend(TrainerProcess):
 
     @contextmanager
     def _computing_as(self, teacher: str) -> Iterator[None]:
-        """The model computes as the teacher of this name within."""
+        """Let the model compute with this teacher's weights inside the block."""
         if self._teachers[teacher].source == SELF:
             yield
             return
@@ -668,7 +668,7 @@ class MegatronBackend(TrainerProcess):
             yield
 
     def _without_adapters(self) -> AbstractContextManager[None]:
-        """The policy computes without adapters within, if it has any."""
+        """Switch the policy's adapters off inside the block, if it has any."""
         if self.adapters is None:
             return nullcontext()
         return adapters.without_adapters(self.model_chunks)
@@ -676,14 +676,14 @@ class MegatronBackend(TrainerProcess):
     def canary_log_probs(
         self, tokens: list[int], *, plain: bool = False, base: bool = False
     ) -> list[float] | None:
-        """Log-probs of ``tokens[1:]`` at temperature 1, by the kernels of training and the weights
-        that engines compute with after a push; None on ranks without output layer. Collective:
-        every data-parallel rank computes the same. Those around the pictures of a model that sees
-        images follow.
+        """Return log-probs of ``tokens[1:]`` at temperature 1, with the kernels of training and the
+        weights with which engines compute after a push; None on ranks without output layer. For a
+        model that sees images, log-probs of tokens around test images follow. Collective: every
+        data-parallel rank computes the same.
 
         Args:
-            plain: by the weights that are trained, before anything is quantised.
-            base: without adapters.
+            plain: use the trained weights before quantisation.
+            base: switch the adapters off.
         """
         quantised = None if plain else self.engine_weights
         off = adapters.without_adapters(self.pushed_chunks) if base else nullcontext()
@@ -703,11 +703,11 @@ class MegatronBackend(TrainerProcess):
     def _score_canary(
         self, tokens: list[int], options: dict[str, Any], **media: Any
     ) -> list[float] | None:
-        """Log-probs of ``tokens[1:]`` as the model computes now; None on ranks without output
+        """Return log-probs of ``tokens[1:]`` with the current weights; None on ranks without output
         layer. Collective.
 
         Args:
-            media: images of the batch.
+            media: fields of `TrainBatch` with the images.
         """
         batch = forward.canary_batch(tokens, self.layout.micro_batch_multiple, **media)
         packed = self._pack(batch, batch.steps[0].micro_batches)
@@ -727,7 +727,7 @@ class MegatronBackend(TrainerProcess):
             if self.routing.counts_ahead:
                 self._count_experts(batch, packed)
             self.routing.prepare(batch, packed, "train", gradient_scale)
-        # in float32 the parameters' .grad is the buffer itself, which would add to itself
+        # with float32 parameters .grad is the gradient buffer itself; it would be added to itself
         self.optimizer.zero_grad()
         self._call_hook(
             "custom_megatron_before_train_step_hook_path",
@@ -758,8 +758,8 @@ class MegatronBackend(TrainerProcess):
     def losses(
         self, batch: TrainBatch, step_id: int, inputs_of: Callable[[list[int]], LossInputs]
     ) -> list[MicroBatchResult]:
-        """Loss and metrics of ``batch.steps[step_id]``, as `forward_backward` without gradients.
-        Collective."""
+        """Return loss and metrics of ``batch.steps[step_id]``, like `forward_backward` but without
+        gradients. Collective."""
         packed = self._pack(batch, batch.steps[step_id].micro_batches)
         if self.routing is not None:
             self.routing.prepare(batch, packed, "reference")
@@ -774,7 +774,7 @@ class MegatronBackend(TrainerProcess):
         return found
 
     def _count_experts(self, batch: TrainBatch, packed: list[PackedMicroBatch]) -> None:
-        """A forward pass over the step, for a balance loss over all of its tokens. Collective."""
+        """Count the tokens per expert of the whole step in an extra forward pass. Collective."""
         assert self.routing is not None
         self.routing.prepare(batch, packed, "count")
         with self._computing():
@@ -782,7 +782,7 @@ class MegatronBackend(TrainerProcess):
         self.routing.sum_counts()
 
     def optim_step(self, step: StepPlan, *, skip: bool) -> StepOutcome:
-        """Apply the accumulated gradients and advance the schedule; ``skip`` leaves both alone.
+        """Apply the accumulated gradients and advance the schedule; with ``skip`` do neither.
         Collective."""
         balance = self.routing.step_metrics() if self.routing is not None else {}
         outcome = StepOutcome(float("nan"), applied=False)
@@ -803,13 +803,13 @@ class MegatronBackend(TrainerProcess):
 
     @contextmanager
     def _computing(self, *, as_engines: bool = False) -> Iterator[None]:
-        """The passes within are those of a policy that is trained with --fake-quantisation, or of
-        the engines'."""
+        """Inside the block, compute with the engines' quantised weights under --fake-quantisation
+        or if ``as_engines``."""
         chosen = self.config.quantised.fake_quantisation
         if self.engine_weights is None or not (chosen or as_engines):
             yield
             return
-        optimizer.gather_parameters(self.model_chunks)  # of an earlier step of the rollout
+        optimizer.gather_parameters(self.model_chunks)  # after an earlier step of the rollout
         with self.engine_weights.swapped_in(experts_only=chosen == "experts" and not as_engines):
             yield
 

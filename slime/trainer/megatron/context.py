@@ -1,20 +1,19 @@
-"""Context parallelism: the ranks of a context group share the tokens of a micro-batch, and the
+"""Context parallelism: the ranks of a context group split the tokens of a micro-batch, and the
 heads of its attention.
 
     tokens of the micro-batch     0 1 2 3 4 5 6 7      attention of a layer, group of two
     rank 0 holds                  0   2   4   6        rank 0: all tokens, first half of the heads
     rank 1 holds                    1   3   5   7      rank 1: all tokens, second half
 
-Everything outside attention works token by token, so a rank computes it for its stripe alone.
-Around the attention one all-to-all gives each rank all tokens of some heads, and one gives the
-tokens back (DeepSpeed-Ulysses, arXiv:2309.14509). The kernel sees whole packed sequences: no
-sequence is cut, none is padded, causal work is even by construction, and the stripes make the work
-of the output layer even too, wherever the responses are.
+Everything outside attention works token by token, so a rank computes it only for its stripe.
+Before attention an all-to-all gives each rank all tokens of some heads; after it another one
+restores the stripes (DeepSpeed-Ulysses, arXiv:2309.14509). The kernel gets whole packed sequences:
+none is split or padded, and all ranks have equal causal work. Stripes also balance the work of the
+output layer, wherever the responses are.
 
-The log-probs of the stripes are put together again, so that the loss sees whole samples and does
-not know of any of this. Every rank computes the same loss; in the backward pass it takes the
-gradient of its own stripe, and the data-parallel reduction, which runs over the context group too,
-adds the stripes up.
+The stripes' log-probs are gathered, so that the loss gets whole samples. Every rank computes the
+same loss; its backward pass uses only the gradient of its own stripe, and the data-parallel
+reduction, which includes the context group, sums over the stripes.
 """
 
 from __future__ import annotations
@@ -30,28 +29,28 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """This rank's place among the ranks that share a micro-batch; ``group`` is None in tests of one
-    process."""
+    """This rank's place among the ranks that share a micro-batch; ``group`` is None in
+    single-process tests."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
 
     def stripe(self, values: Tensor, axis: int = 0) -> Tensor:
-        """Return every ``size``-th entry along ``axis``, from ``rank`` on. The axis' length is a
-        multiple of ``size``."""
+        """Return every ``size``-th entry along ``axis``, starting at ``rank``. The axis has a
+        multiple of ``size`` entries."""
         index = torch.arange(self.rank, values.size(axis), self.size, device=values.device)
         return values.index_select(axis, index)
 
 
 @dataclass(frozen=True)
 class ContextSplit:
-    """How one micro-batch is divided.
+    """How one micro-batch is split over a context group.
 
     Attributes:
         place: the group.
-        order: per rank of the group, int64 indices of the response tokens whose rows it holds, in
-            its order.
+        order: per rank of the group, int64 indices of the response tokens whose rows the rank
+            holds, in the rank's order.
     """
 
     place: ContextGroup
@@ -59,7 +58,7 @@ class ContextSplit:
 
     @staticmethod
     def of(place: ContextGroup, rows: Tensor) -> ContextSplit:
-        """Divide the rows [N] of a whole micro-batch.
+        """Split the rows [N] of a whole micro-batch.
 
         Example (rows 2, 3, 4 over two ranks: rank 0 has rows 2 and 4, its local rows 1 and 2):
             >>> split = ContextSplit.of(ContextGroup(0, 2), torch.tensor([2, 3, 4]))
@@ -71,20 +70,20 @@ class ContextSplit:
         )
 
     def mine(self, values: Tensor) -> Tensor:
-        """The entries [n, …] of this rank out of those of the whole micro-batch [N, …]."""
+        """Return this rank's entries [n, …] of values of the whole micro-batch [N, …]."""
         return values.index_select(0, self.order[self.place.rank])
 
     def whole(self, values: Tensor) -> Tensor:
-        """Inverse of `mine`, over the group: [n, …] → [N, …], differentiable. Collective, also
-        where n is 0."""
+        """Gather over the group, the inverse of `mine`: [n, …] → [N, …], differentiable.
+        Collective, even if n is 0."""
         return cast(Tensor, _Whole.apply(values, self))
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[t, heads, dim] each, this rank's tokens → [T, heads / size, dim] each, all tokens.
         Collective.
 
-        Keys and values with fewer heads than the group has ranks are repeated first, as little as
-        possible.
+        Keys and values whose heads cannot be split over the ranks are repeated first, as few times
+        as possible.
         """
         key, value = (_repeated(x, query.size(1), self.place.size) for x in (key, value))
         heads = (query, key, value)
@@ -112,7 +111,7 @@ def swap(parts: list[Tensor], place: ContextGroup) -> list[Tensor]:
 
 
 def _repeated(x: Tensor, query_heads: int, size: int) -> Tensor:
-    """Keys or values with enough heads to give each rank those that its query heads attend to."""
+    """Repeat key or value heads until each rank can get those of its query heads."""
     heads = x.size(1)
     if heads % size == 0:
         return x
@@ -132,8 +131,8 @@ class _Swap(torch.autograd.Function):
 
 
 def _exchange(parts: Sequence[Tensor], place: ContextGroup) -> tuple[Tensor, ...]:
-    """One copy of each part into what is sent, and one out of what has come; results are
-    contiguous."""
+    """Exchange all parts in one all-to-all, with one copy of each part before and one after;
+    results are contiguous."""
     length, size = parts[0].shape[:2]
     widths = [part.size(2) for part in parts]
     send = parts[0].new_empty(size, length, sum(widths))
@@ -148,10 +147,9 @@ def _exchange(parts: Sequence[Tensor], place: ContextGroup) -> tuple[Tensor, ...
 
 
 def _copy_rows(target: Tensor, source: Tensor) -> None:
-    """``target.copy_(source)`` of the same dtype; rows lie side by side in both and are copied in
-    wide words.
+    """Run ``target.copy_(source)`` for tensors of one dtype, in wide words if possible.
 
-    Element by element, a GPU reaches half of its bandwidth with a strided copy of 16-bit numbers.
+    Element by element, a GPU copies strided 16-bit numbers with half of its bandwidth.
     """
     for word in (torch.complex128, torch.complex64, torch.float32):
         ratio = word.itemsize // source.element_size()

@@ -1,10 +1,10 @@
-"""The critic of one trainer rank: a second model with an optimizer of its own. In the policy's
-processes it has their layout:
+"""The critic of one trainer rank: a second model with its own optimizer. In the policy's processes
+it has the policy's layout:
 
     policy scores ─► critic wakes: values, advantages, its steps ─► critic sleeps ─► policy's steps
 
-Where trainer and engines share GPUs only one of the two is on the device at a time. On GPUs of its
-own (`slime.trainer.megatron.critic_process`) it never sleeps.
+If trainer and engines share GPUs, only one of policy and critic is on the device at a time. A
+critic with its own GPUs (`slime.trainer.megatron.critic_process`) never sleeps.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Pack = Callable[[TrainBatch, list[list[int]]], list[PackedMicroBatch]]
 
 
 def critic_config(config: Config) -> Config:
-    """The configuration as the critic's optimizer reads it: with the critic's learning rate."""
+    """Return the configuration with the critic's learning rate and warm-up as the optimizer's."""
     critic = config.critic
     megatron = dataclasses.replace(
         config.megatron,
@@ -71,14 +71,14 @@ class Critic:
     """One rank of the critic. Every method that computes is collective.
 
     Args:
-        spec: of the policy.
-        pack: the policy's packing: both see the same micro-batches.
-        initialise: random weights instead of loading any (tests, benchmarks).
-        takes_turns: it is on the device only between `wake` and `sleep`.
+        spec: the policy's architecture.
+        pack: the policy's packing, so that both have the same micro-batches.
+        initialise: draw random weights and load none (tests, benchmarks).
+        takes_turns: the critic is on the device only between `wake` and `sleep`.
 
     Attributes:
         chunks: Megatron's DDP-wrapped pipeline stage(s).
-        optimizer, scheduler: Megatron's, of the critic.
+        optimizer, scheduler: the critic's Megatron optimizer and learning-rate schedule.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Critic:
         heads = [chunk.output_layer for chunk in chunks if chunk.post_process]
         self.head: ValueHead | None = heads[0] if heads else None
         self.routing: RoutingGuide | None = guide_for(chunks, spec, self.config)
-        if self.routing is not None:  # its experts are its own
+        if self.routing is not None:  # the critic does not replay the policy's experts
             self.routing.source = "none"
         if initialise:
             self._build_optimizer()
@@ -115,10 +115,10 @@ class Critic:
     # -- setting up --------------------------------------------------------------------------------
 
     def load(self, plan: LoadPlan) -> None:
-        """Load the weights, and the optimizer's state where a run goes on.
+        """Load the weights, and the optimizer state if the run is resumed.
 
         Args:
-            plan: the policy's.
+            plan: the policy's load plan.
         """
         own = critic_in(plan)
         if own is not None and plan.iteration is not None:
@@ -151,7 +151,7 @@ class Critic:
         optimizer.set_run_length(self.scheduler, self.config, num_rollout)
 
     def state(self) -> TrainerState:
-        """The critic's part of a checkpoint."""
+        """Return the critic's part of a checkpoint."""
         return TrainerState(
             self.chunks,
             self.optimizer,
@@ -162,11 +162,11 @@ class Critic:
     # -- turns -------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Leave the device to the policy."""
+        """Free the device's memory for the policy, if they take turns."""
         if self.takes_turns:
             if self._offloader is None:
                 self._offloader = Offloader(self.chunks, self.optimizer)
-            # a checkpoint of a sleeping critic must find all that it has to hold
+            # a checkpoint of a sleeping critic needs the optimizer states to exist
             ensure_state(self.optimizer)
             self._offloader.sleep()
 
@@ -176,7 +176,7 @@ class Critic:
 
     @contextmanager
     def readable(self) -> Iterator[None]:
-        """Within the block a sleeping critic can be read (for a checkpoint) in host memory."""
+        """Make a sleeping critic readable in host memory inside the block, for a checkpoint."""
         with nullcontext() if self._offloader is None else self._offloader.read_on_host():
             yield
 
@@ -192,8 +192,8 @@ class Critic:
         optimizer.gather_parameters(self.chunks)
 
     def outputs(self, batch: TrainBatch) -> list[Tensor] | None:
-        """The head's output before each response token, [R_i] per sample, without gradient; None on
-        ranks without output layer. Collective."""
+        """Return the head's output before each response token, [R_i] per sample, without gradient;
+        None on ranks without output layer. Collective."""
         packed = self._pack(
             batch, [samples for step in batch.steps for samples in step.micro_batches]
         )
@@ -210,7 +210,7 @@ class Critic:
 
     @property
     def return_scale(self) -> ReturnScale:
-        """The scale of the head's outputs; only where there is a head."""
+        """The scale of the head's outputs, on ranks that have the head."""
         assert self.head is not None, "ranks without output layer compute no values"
         return self.head.return_scale
 
@@ -242,7 +242,7 @@ class Critic:
         return forward.forward_backward(self.chunks, packed, loss_of, gradient_scale=scale)
 
     def optim_step(self, step: StepPlan, *, skip: bool) -> StepOutcome:
-        """Apply the accumulated gradients and advance the schedule; ``skip`` leaves both alone.
+        """Apply the accumulated gradients and advance the schedule; with ``skip`` do neither.
         Collective."""
         balance = self.routing.step_metrics() if self.routing is not None else {}
         outcome = StepOutcome(float("nan"), applied=False)

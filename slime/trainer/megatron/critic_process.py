@@ -1,4 +1,4 @@
-"""`CriticProcess`, one rank of a critic on GPUs and in a layout of its own."""
+"""`CriticProcess`, one rank of a critic that has its own GPUs and layout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from slime.trainer.update import ByPosition, CriticUpdate
 
 
 class CriticProcess(TrainerProcess):
-    """One rank of the critic. Every method that computes is collective over the critic's ranks.
+    """One rank of the critic. All methods that compute are collective over the critic's ranks.
 
     Example:
         process = CriticProcess(config, RankInfo(rank=0, world_size=1, local_rank=0, …))
@@ -41,13 +41,13 @@ class CriticProcess(TrainerProcess):
         self._update: CriticUpdate | None = None
 
     def setup(self, *, spec: ModelSpec | None = None, initialise: bool = False) -> None:
-        """Process groups and model; `load` fills it.
+        """Join the process groups and build the model; `load` loads its weights.
 
         Args:
             spec: architecture to build; default: that of ``--hf-checkpoint``.
-            initialise: random weights instead of loading any (tests, benchmarks).
+            initialise: draw random weights; `load` is not called (tests, benchmarks).
         Raises:
-            UserError: a layout that fits neither the ranks nor the model.
+            UserError: the layout does not fit the ranks or the model.
         """
         self.join(spec)
         with PhaseMemory(self.config, self.ranks.device, of_critic=True).phase("setup"):
@@ -62,20 +62,20 @@ class CriticProcess(TrainerProcess):
         self.model_chunks = self.critic.chunks
 
     def load(self, plan: LoadPlan) -> None:
-        """Load weights, and the optimizer's state where the run goes on.
+        """Load the weights, and the optimizer state if the run is resumed.
 
         Args:
-            plan: what the policy has loaded.
+            plan: the policy's load plan.
         """
         with PhaseMemory(self.config, self.ranks.device, of_critic=True).phase("setup"):
             self.critic.load(plan)
 
     def set_run_length(self, num_rollout: int) -> None:
-        """Tell the learning-rate schedule how long the run is."""
+        """Set the number of rollouts in the learning-rate schedule."""
         self.critic.set_run_length(num_rollout)
 
     def values(self, batch: TrainBatch) -> ByPosition:
-        """The values before each response token of the shards that this rank speaks for."""
+        """Return the value before each response token, for the shards that this rank reports."""
         self.writer.raise_failure()
         self._update = CriticUpdate(self, self.critic, batch)
         return self._update.values()
@@ -93,7 +93,7 @@ class CriticProcess(TrainerProcess):
 
     def save(self, rollout_id: int) -> None:
         """Write the critic's part of the checkpoint after ``rollout_id``, which the policy's ranks
-        take into theirs. With --async-save it is complete after `finish_saving`."""
+        move into their checkpoint. With --async-save it is complete after `finish_saving`."""
         flags = self.config.checkpoint
         if flags.save is None:
             return

@@ -3,14 +3,14 @@
     hidden ─► in_proj ──► query, key, value ─► convolution ─► gated delta rule ─► norm · gate ─► out
                       └─► gate, b (how much is written), a (how much decays)
 
-Rows of ``in_proj`` and channels of the convolution lie together for each key head, so that tensor
-and context parallelism cut them anywhere between two heads. A context-parallel rank computes whole
+Rows of ``in_proj`` and channels of the convolution are grouped by key head, so that tensor and
+context parallelism can split them between any two heads. A context-parallel rank computes whole
 sequences for its part of the heads, as in attention (`slime.trainer.megatron.context`). Samples
-that share a prompt continue from the state in which the prompt ends.
+that share a prompt continue from the state at the end of the prompt.
 
-On a CPU, and where micro-batches share prompts, torch computes the rule (`slime.models.delta_rule`)
-and computes it again in the backward pass, so that only its inputs are kept. On GPUs the kernels of
-flash-linear-attention do, if that is installed.
+On a CPU, and for micro-batches that share prompts, torch computes the rule
+(`slime.models.delta_rule`) and recomputes it in the backward pass, so that only its inputs are
+saved. On GPUs the kernels of flash-linear-attention compute it, if installed.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from slime.trainer.megatron.packed import DeltaRuns, PackedSequences
 
 logger = get_logger(__name__)
 
-#: Parameters that tensor parallelism cuts, and the first axis of each.
+#: Parameters that tensor parallelism shards, and the sharded axis of each.
 _CUT = {"conv_weight": 0, "A_log": 0, "dt_bias": 0}
 
 
 @dataclass
 class DeltaNetParts:
-    """Classes of the two Linear layers; Transformer Engine's take their places."""
+    """Classes of the two linear layers; `te_layers` may replace them by Transformer Engine's."""
 
     in_proj: type | ModuleSpec = ColumnParallelLinear
     linear_proj: type | ModuleSpec = RowParallelLinear
 
 
 def delta_net_spec(spec: ModelSpec) -> ModuleSpec:
-    """Return the spec that takes the place of attention in a layer that is a gated delta net."""
+    """Return the spec that replaces self-attention in the layers with a gated delta net."""
     return ModuleSpec(
         module=PackedGatedDeltaNet,
         params={"sizes": spec.delta_net},
@@ -67,10 +67,10 @@ def delta_net_spec(spec: ModelSpec) -> ModuleSpec:
 
 
 class PackedGatedDeltaNet(MegatronModule):
-    """A gated delta net in the place, and with the call, of Megatron's self-attention.
+    """A gated delta net with the interface of Megatron's self-attention.
 
-    A_log and the norm's weight are float32 whatever the model's dtype: some published checkpoints
-    have them so, and the others lose nothing.
+    A_log and the norm's weight are float32 for every model dtype, because some published
+    checkpoints store them in float32.
     """
 
     def __init__(
@@ -124,8 +124,8 @@ class PackedGatedDeltaNet(MegatronModule):
     def _cut_parameter(
         self, shape: tuple[int, ...], dtype: torch.dtype, fill: Callable[[Tensor], Tensor]
     ) -> torch.nn.Parameter:
-        """This rank's rows of a parameter that is drawn as a whole, so that random weights do not
-        depend on the layout."""
+        """Return this rank's rows of a parameter. Each rank draws the full one, so that random
+        weights do not depend on the layout."""
         whole = fill(torch.empty(shape, dtype=torch.float32))
         part = whole.chunk(self.tp_group.size())[self.tp_group.rank()]
         parameter = torch.nn.Parameter(part.to(dtype).contiguous())
@@ -153,7 +153,7 @@ class PackedGatedDeltaNet(MegatronModule):
         output = self._mixed_over_time(mixed, scalars, sequences)
         gate = gate.unflatten(2, (self.sizes.per_key, -1))
         output = output.view(gate.shape)
-        # each rank sees its own heads alone, so the gradient is the sum over the ranks
+        # each rank computes only its own heads, so the gradient is the sum over the ranks
         weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
         normed = _recomputed(
             delta_rule.gated_norm, output, gate, weight, self.config.layernorm_epsilon
@@ -163,8 +163,8 @@ class PackedGatedDeltaNet(MegatronModule):
     def _mixed_over_time(
         self, mixed: Tensor, scalars: Tensor, sequences: PackedSequences
     ) -> Tensor:
-        """The rule's output [t, value heads, value width] for this rank's tokens, from queries,
-        keys and values [t, key heads, …] and b and a [t, key heads, …]."""
+        """Return the rule's output [t, value heads, value width] for this rank's tokens, given
+        queries, keys and values [t, key heads, …] and scalars b and a [t, key heads, …]."""
         weights = (self.conv_weight[:, 0], self.A_log, self.dt_bias)
         context = sequences.context
         if context is None:
@@ -195,7 +195,7 @@ class PackedGatedDeltaNet(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return the rank's parameters as parts of the whole ones."""
+        """Return the rank's parameters as shards of the full ones."""
         found: dict[str, Any] = {}
         for name, module in self.named_children():
             found |= module.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
@@ -204,8 +204,8 @@ class PackedGatedDeltaNet(MegatronModule):
 
 
 def _recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """``function(*arguments)``, of which only the arguments are kept; the backward pass computes it
-    again."""
+    """Return ``function(*arguments)``; save only the arguments and recompute in the backward
+    pass."""
     if not torch.is_grad_enabled():
         return function(*arguments)
     found = checkpoint(
@@ -220,12 +220,12 @@ def _recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
 
 
 def _spread(values: Tensor) -> Tensor:
-    """log of values between 1 and 16, as many as there are heads."""
+    """Return the log of evenly spaced values from 1 to 16, in the shape of ``values`` [heads]."""
     return torch.linspace(1.0, 16.0, values.numel()).log()
 
 
 def _heads(convolved: Tensor, heads: int, sizes: DeltaNetSizes) -> tuple[Tensor, Tensor, Tensor]:
-    """Query and key [T, key heads, width], values [T, value heads, width]."""
+    """Split into query and key [T, key heads, width] and values [T, value heads, width]."""
     by_head = convolved.view(convolved.size(0), heads, -1)
     query, key, values = by_head.split(sizes.of_key_head[:3], dim=-1)
     return query, key, values.reshape(values.size(0), -1, sizes.value)
@@ -234,7 +234,7 @@ def _heads(convolved: Tensor, heads: int, sizes: DeltaNetSizes) -> tuple[Tensor,
 def _gates(
     scalars: Tensor, a_log: Tensor, dt_bias: Tensor, sizes: DeltaNetSizes
 ) -> tuple[Tensor, Tensor]:
-    """The decays, and how much is written, [T, value heads] each."""
+    """Return decay and write strength (beta), [T, value heads] each."""
     b, a = (x.reshape(x.size(0), -1) for x in scalars.split(sizes.per_key, dim=-1))
     beta = b.to(torch.promote_types(b.dtype, torch.float32)).sigmoid()
     return delta_rule.decay_of(a, a_log, dt_bias), beta
@@ -267,7 +267,7 @@ def _with_kernels(
     runs: DeltaRuns,
     sizes: DeltaNetSizes,
 ) -> Tensor:
-    """Compute what `_with_torch` does, of runs that continue none."""
+    """Compute the same as `_with_torch`, for runs that do not continue another run."""
     kernels = _kernels()
     assert kernels is not None
     convolve, rule = kernels
@@ -293,18 +293,18 @@ def _with_kernels(
 
 @functools.cache
 def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The convolution and the rule of flash-linear-attention; None where they cannot be used."""
+    """Return convolution and rule of flash-linear-attention; None if they cannot be used."""
     try:
         import fla.utils
 
-        # its Triton kernel of the backward pass is wrong there, and it refuses to run it;
-        # `slime.trainer.gpu_kernels.delta_net_gap` tells so before a launch
+        # for these versions on Hopper the library refuses its wrong Triton backward kernel and
+        # needs tilelang; `slime.trainer.gpu_kernels.delta_net_gap` checks this before a launch
         is_wrong = fla.utils.TRITON_ABOVE_3_4_0 and not fla.utils.TRITON_ABOVE_3_7_1
         if fla.utils.IS_NVIDIA_HOPPER and is_wrong:
             importlib.import_module("tilelang")
         from fla.modules.causal_conv1d import causal_conv1d
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    except (ImportError, OSError) as error:  # a library that it needs may not load, either
+    except (ImportError, OSError) as error:  # OSError: a shared library does not load
         logger.warning(
             "gated delta nets are computed by torch, which is many times slower than kernels on "
             "this GPU (%s); pip install 'slime-rl[delta-net]'",

@@ -1,4 +1,4 @@
-"""The device that the trainer computes on: a GPU if there is one, else the CPU.
+"""The trainer's device: a GPU if there is one, else the CPU.
 
 megatron-core asks ``torch.cuda`` for everything: the current device, streams, RNG states,
 ``device="cuda"`` in its tensor factories, ``torch.cuda.FloatTensor`` as the name of a dtype.
@@ -62,7 +62,7 @@ def install() -> torch.device:
     imported.
 
     Returns:
-        The device that parameters and batches live on: the process's current GPU, or the CPU.
+        The device of parameters and batches: the process's current GPU, or the CPU.
     """
     global _installed
     _quiet_megatron()
@@ -94,7 +94,7 @@ def communication_backend() -> str:
 
 
 def synchronize() -> None:
-    """Wait for the device, so that a clock read afterwards is honest."""
+    """Wait until the GPU has finished all queued work; without a GPU do nothing."""
     if has_gpu():
         torch.cuda.synchronize()
 
@@ -108,11 +108,11 @@ def set_deterministic() -> None:
     product: NCCL and cuBLAS read their variables once.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("NCCL_ALGO", "Ring")  # others add up in the order of arrival
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # other algorithms sum in the order of arrival
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's attention
     os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # chooses kernels without timing
     torch.use_deterministic_algorithms(True)
-    # it would find reads of garbage, for a pass over every new tensor
+    # a debugging aid that costs an extra pass over every new tensor
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
 
@@ -125,8 +125,8 @@ def _quiet_megatron() -> None:
 
 @functools.cache
 def _offer_accumulating_products() -> None:
-    """Stand in for Apex's kernels, with which Megatron adds weight gradients to its float32 buffers
-    within the product; torch's own products can do that too."""
+    """Replace Apex's kernels, which add weight gradients to Megatron's float32 buffers within the
+    matrix product, by torch's products, which can do so too."""
     from megatron.core.tensor_parallel import layers
 
     if layers._grad_accum_fusion_available:
@@ -144,7 +144,7 @@ def _offer_accumulating_products() -> None:
 
 
 def _measure_norms_at_once() -> None:
-    """Replace Megatron's norm of many tensors, which waits for the GPU once per tensor."""
+    """Replace Megatron's norm of a list of tensors, which waits for the GPU once per tensor."""
     from megatron.core.optimizer import clip_grads
     from megatron.core.utils import local_multi_tensor_l2_norm
 
@@ -177,7 +177,7 @@ def _has_compiler() -> bool:
 
 @functools.cache
 def _run_eagerly_without_compiler() -> None:
-    """Switch ``torch.compile`` off where Triton has no C compiler to build its launchers with."""
+    """Switch ``torch.compile`` off if there is no C compiler, which Triton's launchers need."""
     if _has_compiler():
         return
     torch.compiler.set_stance("force_eager")
@@ -240,14 +240,14 @@ def _redirected_factory(factory: Callable[..., torch.Tensor]) -> Callable[..., t
 
 
 def _redirect_tensors() -> None:
-    # `with torch.device("meta")` knows factories by identity, from a set made at its first use:
-    # make it now, of the originals. Else transformers builds models whose rotary buffers are never
-    # filled.
+    # `with torch.device("meta")` recognises factories by identity, from a set that is cached at its
+    # first use. Cache it now, with the original factories; otherwise transformers builds models
+    # whose rotary buffers are never filled.
     torch.utils._device._device_constructors()
     for name in _FACTORIES:
         original = getattr(torch, name)
         redirected = _redirected_factory(original)
-        # TorchScript finds builtins by identity, so the wrapper has to be known to it under the
+        # TorchScript finds builtins by identity, so the wrapper must be registered under the
         # builtin's name
         torch.jit._builtins._register_builtin(redirected, f"aten::{name}")
         setattr(torch, name, redirected)
@@ -309,11 +309,11 @@ def _redirect_cuda_module() -> None:
 
 
 def _import_without_servers(module: str, **instead: Any) -> None:
-    """Import ``module`` as if wandb and TensorBoard were not installed: importing them, for nothing
-    that is used here, takes a fifth of a rank's start.
+    """Import ``module`` as if wandb and TensorBoard were not installed: they are not used here, and
+    importing them takes a fifth of a rank's start-up time.
 
     Args:
-        instead: stand-ins for further modules, by name.
+        instead: replacements of further modules, by name.
     """
     hidden = {"wandb": None, "tensorboard": None, **instead}
     hidden = {name: stand_in for name, stand_in in hidden.items() if name not in sys.modules}
@@ -330,13 +330,12 @@ def _import_without_servers(module: str, **instead: Any) -> None:
 def _import_megatron() -> None:
     """Import megatron-core with its fuser off and its RNG tracker on the CPU generator.
 
-    Both are bound when its modules are first imported; `torch.compile` is put back afterwards for
-    everyone else.
+    Megatron's modules bind both at their first import. `torch.compile` is restored afterwards.
     """
     original_compile = torch.compile
     vars(torch)["compile"] = lambda function=None, **kwargs: function or (lambda f: f)
     try:
-        # brings setuptools along, for allocators of memory on a GPU
+        # this module imports setuptools, which only GPU memory allocators need
         compiler = types.ModuleType("torch.utils.cpp_extension")
         compiler.CUDA_HOME = compiler.load_inline = None  # type: ignore[attr-defined]
         _import_without_servers("megatron.core", **{compiler.__name__: compiler})
@@ -345,7 +344,7 @@ def _import_megatron() -> None:
         torch.compile = original_compile
     vars(rng)["_get_cuda_rng_state"] = lambda *args, **kwargs: torch.get_rng_state()
     vars(rng)["_set_cuda_rng_state"] = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    # its tracker expects two generators and warns at every parameter that they are one here
+    # the tracker expects separate generators for CPU and GPU, and would warn at every parameter
     logging.getLogger(rng.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )

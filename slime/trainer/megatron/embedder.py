@@ -1,12 +1,12 @@
-"""Images in the trainer: their features in place of placeholder tokens, and behind the first
-decoder layers.
+"""Images in the trainer: features replace the embeddings of placeholder tokens, and are added to
+the outputs of the first decoder layers.
 
     pixels ─► tower and projector ─► features ─┬─► embeddings of the placeholders
-                                               └─► added behind decoder layers 0, 1, …
+                                               └─► added after decoder layers 0, 1, …
 
-Features that go into inner layers are taken out of autograd's graph there and their gradients are
-put back where the embeddings were replaced: a recomputed layer then has no way into the tower,
-which would be gone through twice.
+Features for inner layers are detached from autograd's graph. Their gradients re-enter it where the
+embeddings were replaced. Otherwise the backward pass of a recomputed layer would run through the
+tower, which would then be run through twice.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ ReadImage = Callable[[bytes], PreparedImage]
 
 @dataclass
 class PackedImages:
-    """The images of a micro-batch, each once, however many samples have it.
+    """The images of a micro-batch, each once, even if several samples contain it.
 
     Attributes:
-        pixels: [patches, numbers per patch], in host memory: a step's would fill a GPU's.
-        grids: int64 [images, 3], likewise.
-        rows: int64 [N], positions in the pack that stand for a part of an image.
-        features: int64 [N], which of the features belongs there.
-        levels: of features that are added behind layers, filled by `embed_images`.
+        pixels: [patches, values per patch], in host memory; a step's could fill the GPU's.
+        grids: int64 [images, 3], in host memory.
+        rows: int64 [N], positions of the placeholder tokens in the pack.
+        features: int64 [N], index of the feature for each of these positions.
+        levels: features that are added after layers; `embed_images` sets them.
     """
 
     pixels: Tensor
@@ -51,7 +51,7 @@ class PackedImages:
 
 @dataclass
 class _Levels:
-    """Features for inner layers, [N, hidden] each, and what comes back for them."""
+    """Features for inner layers, [N, hidden] per layer, and their gradients."""
 
     rows: Tensor
     values: list[Tensor]
@@ -62,13 +62,13 @@ class _Levels:
 
 
 class SampleMedia:
-    """What the images of some samples mean for their tokens.
+    """Maps tokens of some samples to image features and rotary positions.
 
     Args:
-        media: of each sample.
-        lengths: tokens of each sample.
+        media: images of each sample.
+        lengths: number of tokens of each sample.
     Attributes:
-        references: of the images, each once.
+        references: the distinct references of the images.
     """
 
     def __init__(self, media: Sequence[Sequence[Media]], lengths: Sequence[int]) -> None:
@@ -97,12 +97,12 @@ class SampleMedia:
         return found
 
     def key(self, number: int, length: int) -> bytes:
-        """Return what tells the images in the first tokens of a sample from others there."""
+        """Return a key that identifies the images in the first ``length`` tokens of a sample."""
         own = [one for one in self._media[number] if one.span.start < length]
         return repr([(one.span, one.reference) for one in own]).encode()
 
     def packed(self, features: Tensor, read: Callable[[str], PreparedImage]) -> PackedImages | None:
-        """Return the images of a pack whose tokens stand for ``features``; None for none."""
+        """Return the images of a pack, given its tokens' ``features``; None without images."""
         if not self.references:
             return None
         images = [read(reference) for reference in self.references]
@@ -116,15 +116,15 @@ class SampleMedia:
 
 
 def local_rows(images: PackedImages, start: int, count: int) -> PackedImages:
-    """Return the images of ``count`` positions of a pack, from ``start`` on; rows count from
-    there."""
+    """Return the images restricted to ``count`` positions from ``start``; rows are relative to
+    ``start``."""
     inside = (images.rows >= start) & (images.rows < start + count)
     return replace(images, rows=images.rows[inside] - start, features=images.features[inside])
 
 
 class _Replaced(torch.autograd.Function):
-    """Embeddings [T, 1, H] with features [N, (1 + levels) * H] in place of some rows. The gradients
-    of the levels are there when this is gone through: all layers are behind it."""
+    """Embeddings [T, 1, H] with some rows replaced by features [N, (1 + levels) * H]. All layers
+    come later, so the gradients of the levels are complete when this backward pass runs."""
 
     @staticmethod
     def forward(ctx: Any, embedded: Tensor, features: Tensor, levels: _Levels) -> Tensor:
@@ -162,7 +162,7 @@ class _Added(torch.autograd.Function):
 
 
 def embed_images(tower: nn.Module, images: PackedImages, embedded: Tensor) -> Tensor:
-    """Put the features of images in place of their placeholders' embeddings [T, 1, H]."""
+    """Replace the embeddings [T, 1, H] of placeholder tokens by image features."""
     features = see(tower, images.pixels, images.grids).index_select(0, images.features)
     hidden = embedded.size(-1)
     _, *inner = features.detach().split(hidden, dim=-1)
@@ -172,7 +172,7 @@ def embed_images(tower: nn.Module, images: PackedImages, embedded: Tensor) -> Te
 
 
 def add_levels(layers: Sequence[nn.Module], count: int) -> None:
-    """Let the first ``count`` decoder layers add features of images to their outputs."""
+    """Make the first ``count`` decoder layers add image features to their outputs."""
 
     def hook_for(level: int) -> Callable[..., Any]:
         def hook(layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:

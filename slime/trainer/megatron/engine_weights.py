@@ -3,10 +3,10 @@
     parameter ─ shards of the tensor-parallel ranks ─► Hugging Face weights
               ─ quantise, dequantise ─► this rank's shard again
 
-Swapped in around a pass, these weights have the bits of those that engines compute with after a
-push, at any layout (`slime.engines.wire.quantised` has the arithmetic, for pushes too). A backward
-pass inside the block gives the plain parameters the gradients of the loss at these weights. This is
-the straight-through estimator, which takes rounding as the identity.
+The weights that are swapped in for a pass equal, bit for bit, those that engines compute with after
+a push, at any layout (`slime.engines.wire.quantised` does the arithmetic for both). A backward pass
+inside the block gives the original parameters the gradients of the loss at the quantised weights.
+This is the straight-through estimator: it treats rounding as the identity.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class EngineWeights:
 
     Args:
         chunks: this rank's model, one chunk per virtual pipeline stage, wrapped or not.
-        hf_config: what the model was built from.
-        dtype: of the engines' weights.
-        model_name: name of the conversion table, if the config does not tell.
+        hf_config: the config from which the model was built.
+        dtype: dtype of the engines' unquantised weights.
+        model_name: name of the conversion table, if the config does not determine it.
     Raises:
-        UserError: the ignore list does not fit the model; compressed-tensors is needed and not
+        UserError: the ignore list does not fit the model, or compressed-tensors is needed and not
             installed.
     """
 
@@ -68,7 +68,7 @@ class EngineWeights:
                 self._matches[name] = match
                 holders[_stack_of(tensor).data_ptr()] = match.rule.is_expert
         of_chunks = [parameter for chunk in chunks for parameter in chunk.parameters()]
-        #: Each quantised parameter, and whether it belongs to routed experts.
+        #: (quantised parameter, whether it belongs to routed experts)
         self._parameters = [
             (p, holders[p.data_ptr()]) for p in of_chunks if p.data_ptr() in holders
         ]
@@ -77,7 +77,7 @@ class EngineWeights:
     def of(
         config: Config, chunks: Sequence[nn.Module], hf_config: HfConfig
     ) -> EngineWeights | None:
-        """Return the weights by a run's flags; None if engines hold plain weights."""
+        """Return the weights for a run's flags; None if engines hold unquantised weights."""
         quantisation = Quantisation.read(read_hf_config(hf_config))
         if quantisation is None:
             return None
@@ -86,9 +86,8 @@ class EngineWeights:
 
     @contextmanager
     def swapped_in(self, *, experts_only: bool = False) -> Iterator[None]:
-        """Let the model compute with these weights within the block; afterwards it has its own
-        again, bit for bit. Collective. The block takes the memory of the parameters a second
-        time."""
+        """Let the model compute with these weights inside the block, then restore its own exactly.
+        Collective. The block needs memory for a second copy of the parameters."""
         parameters = [
             parameter for parameter, is_expert in self._parameters if is_expert or not experts_only
         ]
@@ -110,7 +109,7 @@ class EngineWeights:
         return global_parameters(self._chunks, self._spec.num_experts, self._placement, part="base")
 
     def _engine_shard(self, match: Match, own: Tensor) -> Tensor:
-        """Return this rank's shard of the weight that engines compute with."""
+        """Return this rank's shard of the weight with which engines compute."""
         layout = match.rule.layout
         shard = shard_of(match, self._placement)
         if self._scheme.is_of_rows(own.shape[1]):
@@ -129,6 +128,6 @@ class EngineWeights:
 
 
 def _stack_of(tensor: Tensor) -> Tensor:
-    """Return the stacked parameter of which a single expert's weight is a view, else ``tensor``."""
+    """Return the stacked parameter if ``tensor`` is one expert's view of it, else ``tensor``."""
     stack, _ = getattr(tensor, "stacked_in", (tensor, 0))
     return stack

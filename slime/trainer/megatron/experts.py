@@ -34,9 +34,9 @@ class GroupedExperts(MegatronModule):
     """The local experts of a layer, in the slot for experts of Megatron's MoE layers.
 
     Args:
-        num_local_experts: experts on this rank; the rank's place among the others comes from
-            ``pg_collection``.
-        biases: both projections have one.
+        num_local_experts: experts on this rank; ``pg_collection`` gives the rank's position among
+            the expert ranks.
+        biases: both projections have a bias.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class GroupedExperts(MegatronModule):
         )
 
     def forward(self, rows: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
-        """Rows [R, H] sorted by expert → [R, H], weighted; under expert tensor parallelism this
-        shard's summand.
+        """Rows [R, H] sorted by expert → weighted outputs [R, H]; under expert tensor parallelism
+        the partial sum of this shard.
 
         Args:
             ends: int32 [local experts], where each expert's rows end.
-            weights: float32 [R], the router's.
+            weights: router weights, float32 [R].
         """
         hidden = self.linear_fc1(rows, ends)
         if not self.activation_recompute:
@@ -110,19 +110,19 @@ class GroupedExperts(MegatronModule):
         return (activated * weights).to(hidden.dtype)
 
     def backward_dw(self) -> None:
-        """Megatron's hook for delayed weight gradients, of which there are none."""
+        """Do nothing: this is Megatron's hook for delayed weight gradients, which are not used."""
 
 
 class StackedLinear(torch.nn.Module):
-    """One projection of all local experts: ``weight`` [experts, out, in], cut over expert
-    tensor-parallel ranks, and ``bias`` [experts, out], cut with the rows of the weight.
+    """One projection of all local experts: ``weight`` [experts, out, in], sharded over the expert
+    tensor-parallel ranks, and ``bias`` [experts, out], sharded with the rows of the weight.
 
     Args:
-        width_in, width_out: of one whole expert; of one half, where ``out`` is made of halves.
-        cut: the side that expert tensor parallelism cuts.
-        halves: 2 for [gate | up]: every shard has its part of each.
-        init: fills a whole expert's weight; the config's method when None.
-        bias: there is one; else ``bias`` is None.
+        width_in, width_out: widths of one unsharded expert; ``width_out`` is that of one half.
+        cut: the side that expert tensor parallelism shards, "in" or "out".
+        halves: 2 for [gate | up], of which every shard has a part each; else 1.
+        init: initialises the weight of one unsharded expert; default: ``config.init_method``.
+        bias: add a bias; otherwise the attribute ``bias`` is None.
     """
 
     def __init__(
@@ -153,9 +153,9 @@ class StackedLinear(torch.nn.Module):
         self.weight = torch.nn.Parameter(
             torch.empty(size, dtype=config.params_dtype, device=device)
         )
-        # "not all-reduced with the rest" is how Megatron's gradient buffers, optimizers and norms
-        # know expert weights. Always, so that optimizer states are laid out alike whatever the
-        # expert-parallel size.
+        # Megatron's gradient buffers, optimizers and norms recognise expert weights by this mark.
+        # It is set at every expert-parallel size, so that the layout of optimizer states does not
+        # depend on that size.
         self.weight.allreduce = False  # type: ignore[attr-defined]
         tensor_parallel.set_tensor_model_parallel_attributes(self.weight, True, self.cut_axis, 1)
         self.bias: torch.nn.Parameter | None = None
@@ -163,14 +163,14 @@ class StackedLinear(torch.nn.Module):
             values = torch.zeros(size[:2], dtype=config.params_dtype, device=device)
             self.bias = torch.nn.Parameter(values)
             self.bias.allreduce = False  # type: ignore[attr-defined]
-            # shards that hold the same values count in norms of gradients by the first of them
+            # if all shards hold the same values, gradient norms count only the first shard
             is_own = cut == "out" or self.shard == 0
             tensor_parallel.set_tensor_model_parallel_attributes(self.bias, is_own, 1, 1)
         self._initialise(init or config.init_method, halves * width_out, width_in)
 
     @torch.no_grad()
     def _initialise(self, init: Callable[[Tensor], Any], rows: int, columns: int) -> None:
-        # every rank draws every expert whole, so that random weights do not depend on the layout
+        # every rank draws all experts unsharded, so that random weights do not depend on the layout
         if init is leave_as_it_is:
             return
         local = self.weight.size(0)
@@ -189,14 +189,14 @@ class StackedLinear(torch.nn.Module):
         """[R, in] sorted by expert → [R, out].
 
         Args:
-            weights: float32 [R], factors on the bias where ``rows`` have theirs already.
+            weights: float32 [R], factors of the bias, if ``rows`` are already weighted.
         """
         output = grouped_linear(rows, self.weight, ends)
         if self.bias is None:
             return output
         bias = self.bias
         if self.cut_axis == 2 and self.shards > 1:
-            # the shards' outputs are summed, and each has the gradient of the sum
+            # the shards' outputs are summed, so each shard adds its share of the bias
             bias = _Share.apply(bias, self.shards)
         return add_expert_bias(output, bias, ends, weights)
 
@@ -206,8 +206,8 @@ class StackedLinear(torch.nn.Module):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """One tensor [all experts, out, in] in the checkpoint: any expert layout loads what any
-        other saved."""
+        """Return the weight as part of one tensor [all experts, out, in], which every expert layout
+        can load."""
         key = f"{prefix}weight"
         before = len(sharded_offsets)
         replica_id = (0, 0, self.replica)
@@ -245,7 +245,7 @@ class StackedLinear(torch.nn.Module):
         }
 
     def _sharded_bias(self, key: str, sharded_offsets: tuple[Any, ...]) -> ShardedStateDict:
-        """One tensor [all experts, out]."""
+        """Return the bias as part of one tensor [all experts, out]."""
         before = len(sharded_offsets)
         is_cut = self.cut_axis == 1
         replica_id = (0, 0 if is_cut else self.shard, self.replica)
@@ -282,7 +282,7 @@ class StackedLinear(torch.nn.Module):
 
 
 class _Share(torch.autograd.Function):
-    """One of equal summands of a tensor that all shards hold: its gradient is that of the sum."""
+    """x / shards, but the gradient of x is that of the shards' sum, which equals x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shards: int) -> Tensor:
@@ -301,7 +301,7 @@ def add_expert_bias(
     Args:
         bias: [experts, width].
         ends: int32 [experts], where each expert's rows end.
-        weights: float32 [R]; None: 1.
+        weights: float32 [R]; None stands for 1.
 
     Example (two rows for expert 0, none for expert 1):
         >>> ends = torch.tensor([2, 2], dtype=torch.int32)
@@ -313,8 +313,8 @@ def add_expert_bias(
 
 
 class _AddExpertBias(torch.autograd.Function):
-    """Keeps no rows. The gradient of a bias sums its expert's rows in their order, so that it is
-    the same every time, on a GPU too."""
+    """Saves no rows for the backward pass. The gradient of a bias sums its expert's rows in a fixed
+    order, so it is deterministic on a GPU too."""
 
     @staticmethod
     def forward(
@@ -391,8 +391,8 @@ Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def products(rows: Tensor, weight: Tensor) -> tuple[Product, Product]:
-    """(rows [R, in] × weights [E, out, in] → [R, out]; gradients [R, out] × rows [R, in] → [E, out,
-    in])."""
+    """Return two functions: (rows [R, in], weight [E, out, in], ends) → [R, out] and (gradient
+    [R, out], rows [R, in], ends) → [E, out, in]."""
     aligned = all(width * weight.element_size() % 16 == 0 for width in weight.shape[1:])
     if rows.is_cuda and rows.dtype == torch.bfloat16 and aligned and rows.size(0) > 0:
         return grouped_product, grouped_weight_gradient
@@ -405,7 +405,7 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def grouped_weight_gradient(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     result = torch._grouped_mm(grad.t(), rows, offs=ends)
-    # a product over no rows may leave what was in memory before
+    # the kernel may leave uninitialised memory for experts without rows
     empty = ends.diff(prepend=ends.new_zeros(1)) == 0
     return result.masked_fill_(empty[:, None, None], 0)
 

@@ -1,5 +1,5 @@
-"""The verbs that run the model: micro-batches of packed samples through Megatron's schedules, at
-any layout."""
+"""Forward and backward passes of packed micro-batches with Megatron's pipeline schedules, at any
+layout."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def packed_micro_batches(
 def score(
     chunks: Sequence[nn.Module], micro_batches: Sequence[PackedMicroBatch], **options: Any
 ) -> list[Any]:
-    """Forward pass only. What the model gives per micro-batch on the last pipeline stage, [] on
-    others: `TokenScores` of a policy, `TokenValues` of a critic.
+    """Run a forward pass. Return the model's output per micro-batch on the last pipeline stage, []
+    on others: `TokenScores` of a policy, `TokenValues` of a critic.
 
     Args:
-        options: of the model's ``forward``.
+        options: arguments of the model's ``forward``.
     """
 
     def forward_step(
@@ -79,14 +79,14 @@ def forward_backward(
     gradient_scale: float,
     **options: Any,
 ) -> list[MicroBatchResult]:
-    """Gradients of the sum of the micro-batches' losses, reduced over the data-parallel ranks.
+    """Compute the gradients of the summed losses, reduced over the data-parallel ranks.
 
     Args:
-        loss_of: (what the model gives, micro-batch) → its part of the step's loss, and of the
-            metrics.
+        loss_of: (model output, micro-batch) → (its summand of the step's loss, its part of the
+            metrics).
         gradient_scale: undoes Megatron's averaging over micro-batches and data-parallel ranks,
-            which is not wanted: each part is weighted already.
-        options: of `PolicyModel.forward`.
+            because each summand is weighted already.
+        options: arguments of the model's ``forward``.
     Returns:
         One result per micro-batch on the last pipeline stage, [] on others.
     """
@@ -114,7 +114,7 @@ def _run(
     *,
     forward_only: bool,
 ) -> list[Any]:
-    # each virtual pipeline stage walks over the micro-batches on its own
+    # each virtual pipeline stage needs its own iterator over the micro-batches
     iterators = [iter(micro_batches) for _ in chunks]
     return get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -129,12 +129,12 @@ def _run(
 
 
 def canary_batch(tokens: Sequence[int], num_micro_batches: int, **media: Any) -> TrainBatch:
-    """The canary (`slime.weights.canary`) as a batch for a forward pass: ``tokens``, of which all
-    but the first are scored, in the first micro-batch, padding in the others.
+    """Return the canary (`slime.weights.canary`) as a batch: ``tokens`` in the first micro-batch,
+    all scored except the first token, and padding in the others.
 
     Args:
-        num_micro_batches: what the layout divides a step into (`TrainLayout.micro_batch_multiple`).
-        media: of the batch.
+        num_micro_batches: the layout's `TrainLayout.micro_batch_multiple`.
+        media: fields of `TrainBatch` with the images.
     """
     scored = len(tokens) - 1
     micro_batches: list[list[int]] = [[0], *([] for _ in range(num_micro_batches - 1))]

@@ -1,5 +1,5 @@
-"""The layers that stand in for what megatron-core leaves to Transformer Engine or computes anew in
-every layer."""
+"""Norms, activations, embedding and transformer layers that megatron-core has only with Transformer
+Engine, computes less efficiently, or lacks."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from slime.trainer.megatron import device
 
 
 def leave_as_it_is(tensor: Tensor) -> Tensor:
-    """The initialisation of parameters that a checkpoint is loaded into."""
+    """Skip initialisation, for parameters that are loaded from a checkpoint."""
     return tensor
 
 
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm that also works under sequence parallelism.
 
-    megatron-core's own wrapper of ``torch.nn.RMSNorm`` refuses sequence parallelism. All that is
-    needed is the mark on the weight, by which its gradient is summed over the tensor-parallel
-    ranks, each of which saw some tokens only.
+    megatron-core's wrapper of ``torch.nn.RMSNorm`` refuses sequence parallelism. It only needs a
+    mark on the weight: Megatron then sums the gradient over the tensor-parallel ranks, each of
+    which saw only some tokens.
 
     With ``layernorm_zero_centered_gamma`` the factor is 1 + weight (Gemma), in float32.
     """
@@ -62,15 +62,15 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, self.shape, self.weight, self.eps)
 
     def factor(self) -> Tensor:
-        """What normalised entries are multiplied by."""
+        """Return the factor of the normalised entries, [hidden_size]."""
         return 1.0 + self.weight.float() if self.zero_centred else self.weight
 
 
 class NormOfRotated(RMSNorm):
-    """The norm of queries or keys that are rotated first (Hunyuan).
+    """The norm of queries or keys after the rotary embedding (Hunyuan).
 
-    Megatron calls norms before the rotation: there it passes its input on, and the attention calls
-    `normalised` behind the rotation.
+    Megatron calls norms before the rotation. `forward` therefore returns its input unchanged, and
+    the attention calls `normalised` after the rotation.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,10 +83,10 @@ class NormOfRotated(RMSNorm):
 class WideNorm(torch.nn.Module):
     """Root-mean-square norm over all heads of queries or of keys together (OLMo-2).
 
-    Tensor parallelism cuts heads, and with them the weight: the ranks add up their sums of squares.
+    Tensor parallelism shards heads and weight, so the ranks add up their sums of squares.
 
     Args:
-        heads: of all ranks.
+        heads: number of heads over all ranks.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class WideNorm(torch.nn.Module):
         tensor_parallel.set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[…, heads of this rank, dim]."""
+        """[…, heads of this rank, dim] → the same shape."""
         wide = x.flatten(-2).float()
         squares = wide.square().sum(dim=-1, keepdim=True)
         if self.group.size() > 1:
@@ -115,15 +115,14 @@ class WideNorm(torch.nn.Module):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """Return the rank's rows of the weight as a part of the whole one."""
+        """Return the rank's rows as a shard of the full weight."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True), prefix, {"weight": 0}, sharded_offsets
         )
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum of all ranks' values, which each rank goes on to use for its own part: so gradients
-    are summed, too."""
+    """The sum over all ranks. Each rank uses it for its own shard, so gradients are summed too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -143,10 +142,10 @@ def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @functools.cache
 def with_bias(linear: type) -> type:
-    """Return the parallel linear layer in a form that always has a bias.
+    """Return a subclass of a parallel linear layer that always has a bias.
 
-    Megatron decides with one field, ``add_bias_linear``, for all linear layers of a model;
-    checkpoints have biases on some of them.
+    Megatron's field ``add_bias_linear`` applies to all linear layers of a model, but some models
+    have biases in only some layers.
     """
 
     class Biased(linear):
@@ -158,9 +157,9 @@ def with_bias(linear: type) -> type:
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(a) · b for ``x = [a | b]``; keeps ``x`` alone for the backward pass.
+    """silu(a) · b for ``x = [a | b]``; saves only ``x`` for the backward pass.
 
-    The plain expression keeps silu(a) too and writes the two halves of the gradient twice.
+    The plain expression also saves silu(a), and writes the two halves of the gradient twice.
     """
 
     @staticmethod
@@ -181,8 +180,8 @@ class SwiGLU(torch.autograd.Function):
 
 
 class ClampedGLU(torch.autograd.Function):
-    """quick_gelu(min(a, limit)) · (clamp(b, ±limit) + offset) for ``x = [a | b]`` (gpt-oss); keeps
-    ``x`` alone for the backward pass. Entries beyond the limit have no gradient."""
+    """quick_gelu(min(a, limit)) · (clamp(b, ±limit) + offset) for ``x = [a | b]`` (gpt-oss); saves
+    only ``x`` for the backward pass. Entries beyond the limit have gradient 0."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, limit: float | None, offset: float) -> Tensor:
@@ -206,7 +205,7 @@ class ClampedGLU(torch.autograd.Function):
 
 
 class SwiGLUActivation(torch.nn.Module):
-    """The activation of a gated MLP on ``[gate | up]``, in Megatron's slot for such a module."""
+    """The activation of a gated MLP on ``[gate | up]``, as a module in Megatron's layer spec."""
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__()
@@ -217,15 +216,14 @@ class SwiGLUActivation(torch.nn.Module):
         return SwiGLU.apply(x)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Nothing to checkpoint; Megatron's MLP asks each of its parts."""
+        """Return {}; Megatron's MLP calls this method of each submodule."""
         return {}
 
 
 class EmbeddingLookup(torch.autograd.Function):
-    """Rows of an embedding whose gradient goes straight into Megatron's gradient buffer.
+    """An embedding lookup that adds its gradient directly to Megatron's gradient buffer.
 
-    Autograd would make a dense gradient as large as the vocabulary, nearly all zeros, and add it to
-    the buffer.
+    Autograd would first build a dense gradient of the whole vocabulary, nearly all zeros.
     """
 
     @staticmethod
@@ -243,8 +241,8 @@ class EmbeddingLookup(torch.autograd.Function):
 
 
 class Embedding(VocabParallelEmbedding):
-    """Megatron's vocabulary-parallel embedding, with `EmbeddingLookup` where nobody waits for the
-    gradient's hook."""
+    """Megatron's vocabulary-parallel embedding, with `EmbeddingLookup` where no gradient hook is
+    needed."""
 
     direct_grad = False
 
@@ -265,11 +263,10 @@ MakeAdd = Callable[[bool, bool], AddToResidual]
 
 
 class PostNormTransformerLayer(TransformerLayer):
-    """x + post_norm(attention(norm(x))), then the same around the MLP.
+    """x + post_norm(attention(norm(x))), then the same for the MLP.
 
-    megatron-core's layer has no such norms. They go in front of its two residual additions, the
-    only places that see the outputs on their own; recomputation and the rest of the layer stay as
-    they are.
+    megatron-core's layer has no post-norms. They are applied in its two residual additions, which
+    are the only code that gets the outputs separately; the rest of the layer is unchanged.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -284,7 +281,7 @@ class PostNormTransformerLayer(TransformerLayer):
 
 
 class ScaledTransformerLayer(TransformerLayer):
-    """x + scale · attention(norm(x)), then the same around the MLP (Granite)."""
+    """x + scale · attention(norm(x)), then the same for the MLP (Granite)."""
 
     def __init__(
         self, config: TransformerConfig, *args: Any, residual_scale: float, **kwargs: Any
@@ -297,7 +294,7 @@ class ScaledTransformerLayer(TransformerLayer):
 
 
 def _changing(change: Callable[[Tensor], Tensor], make_add: MakeAdd) -> MakeAdd:
-    """Put a change of the output between the bias and the rest."""
+    """Apply ``change`` to output plus bias before the residual addition."""
 
     def make(training: bool, fused: bool) -> AddToResidual:
         add = make_add(training, fused)
@@ -315,8 +312,7 @@ def _changing(change: Callable[[Tensor], Tensor], make_add: MakeAdd) -> MakeAdd:
 
 
 def change_outputs(block: TransformerBlockSubmodules, spec: ModelSpec) -> None:
-    """Make every layer of the block one that normalises or scales the outputs of its parts, where
-    the model does."""
+    """Use layers that normalise or scale the outputs of attention and MLP, if the model does."""
     for layer in block.layer_specs:
         assert isinstance(layer, ModuleSpec) and issubclass(layer.module, TransformerLayer)
         if spec.post_norms:

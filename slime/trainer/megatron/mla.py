@@ -4,9 +4,9 @@
     hidden ─► kv_down ─► [latent | k with position ⟲, one for all heads]
                           └─► norm ─► kv_up ──► per head [k without position | v]
 
-Parameters, names and sharding are Megatron's `MLASelfAttention`. What differs is the forward pass:
-angles come ready for the micro-batch, positions are those of packed sequences, and gradients are
-right under tensor parallelism without Transformer Engine.
+Parameters, names and sharding are those of Megatron's `MLASelfAttention`. The forward pass differs:
+angles are computed once per micro-batch, positions are those of packed sequences, and gradients are
+correct under tensor parallelism without Transformer Engine.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from slime.trainer.megatron.layers import RMSNorm
 from slime.trainer.megatron.packed import PackedSequences
 from slime.trainer.megatron.rotary import Rotate
 
-# without Transformer Engine megatron-core's stand-in for it imports well, and this module takes it
-# for the real one
+# without Transformer Engine, megatron-core's placeholder imports without error, and this module
+# would mistake it for Transformer Engine
 multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
 
-#: DeepSeek's own code and transformers use it for the two latent norms, whatever the config says
-#: for the others (Moonlight says 1e-5).
+#: DeepSeek's code and transformers use this value for the two latent norms and ignore the config's
+#: epsilon, which applies to the other norms (1e-5 for Moonlight).
 LATENT_NORM_EPS = 1e-6
 
 
@@ -55,7 +55,7 @@ class PackedMLASelfAttention(MLASelfAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.rotary_pos_emb = None  # the angles come with the micro-batch
+        self.rotary_pos_emb = None  # the micro-batch has the angles
 
     def forward(
         self,
@@ -83,11 +83,11 @@ class PackedMLASelfAttention(MLASelfAttention):
         return self.linear_proj(out)
 
     def _compressed(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(what queries are made of, what keys and values are made of, key with position),
-        normalised.
+        """Return (input of the query up-projection, latent of keys and values, rotary key part);
+        the latents are normalised.
 
-        The first two are split along the sequence under sequence parallelism, as their up
-        projections expect; the third is whole, [T, rope].
+        Under sequence parallelism the first two are split along the sequence, as the
+        up-projections expect. The third has all tokens, [T, qk_pos_emb_head_dim].
         """
         config = self.config
         query = hidden
@@ -97,13 +97,13 @@ class PackedMLASelfAttention(MLASelfAttention):
         latent, key_position = self._whole(self.linear_kv_down_proj(hidden)[0]).split(
             [config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1
         )
-        # each rank uses it for its own heads, so its gradient is the sum over the ranks
+        # each rank uses this key for its own heads, so its gradient is the sum over the ranks
         key_position = copy_to_tensor_model_parallel_region(key_position, group=self.tp_group)
         return query, self.kv_layernorm(self._split_again(latent)), key_position[:, 0]
 
     def _whole(self, x: Tensor) -> Tensor:
-        """Gather all ranks' features of a column-parallel down projection. Gradients are equal on
-        all ranks, so that going back each takes its part."""
+        """Gather all ranks' features of a column-parallel down-projection. Gradients are equal on
+        all ranks, so each takes its part in the backward pass."""
         if self.tp_group.size() == 1:
             return x
         return gather_from_tensor_model_parallel_region(x, group=self.tp_group)
@@ -117,7 +117,7 @@ class PackedMLASelfAttention(MLASelfAttention):
     def _expanded(
         self, query_latent: Tensor, latent: Tensor, key_position: Tensor, sequences: PackedSequences
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query and key [T, heads, qk_head_dim + qk_pos_emb_head_dim], value [T, heads,
+        """Return query and key [T, heads, qk_head_dim + qk_pos_emb_head_dim] and value [T, heads,
         v_head_dim]."""
         config = self.config
         heads = self.num_attention_heads_per_partition
@@ -132,7 +132,7 @@ class PackedMLASelfAttention(MLASelfAttention):
             -1, heads, config.qk_head_dim + config.v_head_dim
         )
         key_plain, value = expanded.split([config.qk_head_dim, config.v_head_dim], dim=-1)
-        # pairs of neighbours, as the weights of this family have them
+        # this family's weights use interleaved pairs
         query_position = Rotate.apply(query_position, cos, sin, True)
         key_position = Rotate.apply(key_position[:, None], cos, sin, True)
         query = torch.cat([query_plain, query_position], dim=-1)
@@ -142,8 +142,8 @@ class PackedMLASelfAttention(MLASelfAttention):
     def _padded_core(
         self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences
     ) -> Tensor:
-        """[T, heads, v_head_dim]. Most kernels want one head size: zeros behind the shorter ones
-        change nothing."""
+        """Return [T, heads, v_head_dim]. Most kernels need equal head sizes, so shorter heads are
+        padded with zeros, which do not change the result."""
         if not self.core_attention.one_head_size:
             return self.core_attention(query, key, value, sequences)
         own = value.size(-1)

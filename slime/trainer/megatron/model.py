@@ -3,10 +3,9 @@
     embedding ─► decoder (local layer spec; our attention, norm and activation) ─► hidden states
                                      └─ last stage: rows that predict responses ─► log-probs
 
-The logits never exist as a whole.
+The full logits are never in memory.
 
-Parameters carry Megatron's names and sharding, so converters and checkpoints need not know about
-any of this.
+Parameters have Megatron's names and sharding, so converters and checkpoints need no special case.
 """
 
 from __future__ import annotations
@@ -74,10 +73,9 @@ _MEGATRON_NORMS = (WrappedTorchNorm, FusedLayerNorm)
 
 
 class PolicyModel(GPTModel):
-    """Megatron's GPT whose output is the log-prob of each response token.
+    """A Megatron GPT that outputs the log-prob of each response token.
 
-    The vocabulary product runs inside `linear_log_probs`, on the rows that predict response tokens
-    only.
+    `linear_log_probs` computes the output projection, only for rows that predict response tokens.
     """
 
     def __init__(
@@ -88,7 +86,7 @@ class PolicyModel(GPTModel):
             vocab_size=spec.padded_vocab_size,
             max_sequence_length=spec.max_position_embeddings,
             share_embeddings_and_output_weights=spec.tie_embeddings,
-            # the angles come from `self.angles`, once per micro-batch
+            # `self.angles` computes the angles once per micro-batch
             position_embedding_type="none",
             vp_stage=vp_stage,
             **kwargs,
@@ -96,7 +94,7 @@ class PolicyModel(GPTModel):
         self.spec = spec
         self._direct = False
         if self.pre_process:
-            # same parameters; Megatron has no slot for it
+            # same parameters; Megatron's specs cannot replace the embedding class
             self.embedding.word_embeddings.__class__ = Embedding
         place = torch.device(torch.cuda.current_device())
         self.angles: dict[RotaryKind, RotaryAngles] = {
@@ -112,7 +110,7 @@ class PolicyModel(GPTModel):
             again = config.recompute_granularity == "full"
             self.vision_model = build_tower(spec.vision, config.params_dtype, again).to(place)
             for parameter in self.vision_model.parameters():
-                # then each rank has the gradient of its own positions, and they are summed
+                # each rank has the gradient of its own positions; this mark makes Megatron sum them
                 parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
             add_levels(self.decoder.layers, spec.vision.num_levels)
         for layer in self.decoder.layers:
@@ -179,8 +177,8 @@ class PolicyModel(GPTModel):
         return scores
 
     def hidden_states(self, batch: PackedMicroBatch) -> Tensor:
-        """[T, 1, H], after the final norm on the last stage; under sequence parallelism this rank's
-        part of T."""
+        """Return hidden states [T, 1, H], on the last stage after the final norm. Under sequence
+        parallelism they cover only this rank's part of T."""
         sequences = batch.sequences
         assert sequences.positions is not None
         if sequences.rotary is None:
@@ -227,11 +225,11 @@ class PolicyModel(GPTModel):
             )
 
     def predicting_rows(self, hidden: Tensor, batch: PackedMicroBatch) -> Tensor:
-        """[N, H]: the hidden states from which response tokens are predicted, ready for a
-        vocabulary-parallel product.
+        """Return the hidden states [N, H] that predict response tokens, as input of the
+        vocabulary-parallel output layer.
 
-        In the backward pass the gradient of the rows is summed over the tensor-parallel ranks, each
-        of which has the part of its vocabulary shard.
+        The backward pass sums the gradient of the rows over the tensor-parallel ranks, because each
+        rank computes only the part of its vocabulary shard.
         """
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
@@ -245,8 +243,8 @@ class PolicyModel(GPTModel):
     def _low_rank_head(
         self, hidden: Tensor, batch: PackedMicroBatch
     ) -> tuple[Tensor, LowRankLogits | None]:
-        """Return the hidden states for the frozen output layer, and what its adapter, if there is
-        one, adds to the logits of the rows that predict response tokens."""
+        """Return the hidden states for the output layer, and the adapter's summand of the logits
+        for the rows that predict response tokens; None without an active adapter."""
         adapter = getattr(self.output_layer, "adapter", None)
         if adapter is None or not adapter.is_on:
             return hidden, None
@@ -255,7 +253,7 @@ class PolicyModel(GPTModel):
         return hidden, LowRankLogits(rows, adapter.up, partial(give_gradient, adapter.up))
 
     def output_weight(self) -> Tensor:
-        """[V / tp, H]: the output layer's rows on this rank, the embedding's if they are tied."""
+        """Return this rank's output weight [V / tp, H]; the embedding's if the weights are tied."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
@@ -267,12 +265,12 @@ class PolicyModel(GPTModel):
         return VocabShard(start, max(0, min(per_rank, self.spec.vocab_size - start)), group)
 
     def attach(self, wrapper: DistributedDataParallel) -> None:
-        """Fit the chunk to the data parallelism around it.
+        """Adapt the chunk to its data-parallel wrapper.
 
-        The vocabulary's gradients are added to its buffer right away, unless a hook waits for them.
-        And with ``--overlap-param-gather``, which waits for a module's parameters when it is
-        called, those that are used without a call are waited for: the output layer's weight goes
-        straight into the log-probs, and the norms of queries and keys are a part of one kernel.
+        Embedding and output layer add gradients directly to the gradient buffer, unless Megatron
+        overlaps the reduction. With ``--overlap-param-gather`` Megatron waits for parameters when a
+        module is called. Hooks wait for the parameters that are used without such a call: the
+        output weight, which the log-probs read, and the query and key norms, which a kernel fuses.
         """
         self._direct = not wrapper.ddp_config.overlap_grad_reduce
         if self.pre_process:
@@ -298,7 +296,7 @@ class PolicyModel(GPTModel):
 
 
 def _wait_for_all(layer: torch.nn.Module, wait: Callable[[torch.nn.Module], Any]) -> None:
-    for module in layer.modules():  # its adapter is one
+    for module in layer.modules():  # the adapter is one of them
         wait(module)
 
 
@@ -315,17 +313,16 @@ def build_model_chunks(
     initialise: bool = False,
     model: type[PolicyModel] = PolicyModel,
 ) -> list[PolicyModel]:
-    """This rank's pipeline stage(s) of the model, on the trainer's device, parameters not loaded
-    yet.
+    """Build this rank's pipeline stage(s) on the trainer's device, without loading parameters.
 
     Args:
-        spec: fits the layout (`slime.models.layout_rules.check_layout`).
-        initialise: draw random weights; without it parameters hold garbage until a checkpoint is
+        spec: a model that fits the layout (`slime.models.layout_rules.check_layout`).
+        initialise: draw random weights; otherwise parameters are undefined until a checkpoint is
             loaded.
-        model: the class that is built.
+        model: the class to build.
     Raises:
-        UserError: a flag that contradicts the model or cannot be honoured, or a provider that built
-            something else.
+        UserError: a flag contradicts the model or cannot be honoured, or a provider built something
+            else.
     """
     transformer = transformer_config(spec, config, initialise=initialise)
     virtual = transformer.virtual_pipeline_model_parallel_size
@@ -369,24 +366,24 @@ def build_model_chunks(
 
 
 def _prepare_recompute(chunk: PolicyModel) -> None:
-    """Fill three gaps in Megatron's activation recompute (``--recompute-activations`` and its kin).
+    """Fill three gaps in Megatron's activation recompute (``--recompute-*`` flags).
 
     Megatron recomputes whole layers, or single modules (``--recompute-modules``), in the backward
     pass, but:
 
-    - its checkpoint of a norm's output asks Transformer Engine whether FP8 is on, also where that
-      is not installed;
-    - a checkpointed function none of whose inputs needs a gradient gives its own parameters none
-      either: with a frozen embedding the layers behind it would silently not be trained; likewise a
-      pipeline stage that is frozen as a whole would have nothing to send back;
-    - a number of layers per block that does not divide a stage's layers ends in an IndexError.
+    - its checkpoint of a norm's output asks Transformer Engine whether FP8 is on, even where
+      Transformer Engine is not installed;
+    - a checkpointed function computes no parameter gradients if none of its inputs requires a
+      gradient: the layers after a frozen embedding would silently not be trained, and a fully
+      frozen pipeline stage would have no gradient to send back;
+    - a number of layers per block that does not divide a stage's layers causes an IndexError.
 
     Raises:
         UserError: ``--recompute-num-layers`` does not divide the layers of a stage.
     """
     config = chunk.config
     if not megatron_random.HAVE_TE:
-        # its default, False, means "not FP8" but is compared with None
+        # the default, False, means "not FP8", but Megatron compares it with None
         megatron_random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
     if config.recompute_granularity == "full" and config.recompute_method == "uniform":
         per_block = config.recompute_num_layers or 1
@@ -404,15 +401,15 @@ def _prepare_recompute(chunk: PolicyModel) -> None:
 
 
 def _let_gradients_pass(module: torch.nn.Module, inputs: Any, embedded: Tensor) -> None:
-    """Let the output of a frozen embedding take part in the backward pass."""
+    """Make the output of a frozen embedding require a gradient."""
     if torch.is_grad_enabled() and module.training and not embedded.requires_grad:
         embedded.requires_grad_()
 
 
 def local_layers(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """megatron-core's layers of a pipeline stage, without Transformer Engine."""
+    """Return megatron-core's layer specs of a pipeline stage, without Transformer Engine."""
     plain = copy.copy(config)
-    # Megatron's spec for it needs a package, and its experts are replaced anyway
+    # Megatron's spec for grouped GEMM needs an extra package, and its experts are replaced anyway
     plain.moe_grouped_gemm = False
     return get_gpt_decoder_block_spec(plain, use_transformer_engine=False, vp_stage=vp_stage)
 
@@ -423,10 +420,9 @@ def put_in_mixers(
     spec: ModelSpec,
     vp_stage: int | None,
 ) -> None:
-    """Put the modules that token mixers name in the place of Megatron's attention, each in the
-    layers that have this mixer.
+    """Replace Megatron's attention by the module of each layer's token mixer, if it names one.
 
-    What a ``--spec`` of the user's has in these places stays.
+    Modules that the user's ``--spec`` puts there are kept.
     """
     if all(mixer.megatron_module is None for mixer in mixers_of(spec.transformer)):
         return
@@ -440,7 +436,7 @@ def put_in_mixers(
         layer = block.layer_specs[place]
         module = mixer_of(spec.transformer, number).megatron_module
         if module is not None and layer.submodules.self_attention.module is SelfAttention:
-            own = copy.deepcopy(layer)  # several layers may share one
+            own = copy.deepcopy(layer)  # several layers may share one spec
             own.submodules.self_attention = pkgutil.resolve_name(module)(spec)
             block.layer_specs[place] = own
 
@@ -452,14 +448,14 @@ def put_in_parts(
     *,
     core_attention: type | ModuleSpec = PackedAttention,
 ) -> None:
-    """Put our norm, attention, activation and biases in the places of megatron-core's, which take
-    no packed sequences.
+    """Replace megatron-core's norm, attention, activation and biases by ours, which support packed
+    sequences.
 
-    What a ``--spec`` of the user's has in these places stays.
+    Modules that the user's ``--spec`` puts there are kept.
     """
     if block.layer_norm is None or block.layer_norm in _MEGATRON_NORMS:
         block.layer_norm = RMSNorm
-    for layer in {id(layer): layer for layer in block.layer_specs}.values():  # some share one
+    for layer in {id(layer): layer for layer in block.layer_specs}.values():  # may be shared
         parts = layer.submodules
         if spec.pre_norms:
             _replace_norms(parts, "input_layernorm", "pre_mlp_layernorm")
@@ -515,12 +511,12 @@ def _replace_norms(parts: Any, *names: str) -> None:
 def transformer_config(
     spec: ModelSpec, config: Config, *, initialise: bool = False
 ) -> TransformerConfig:
-    """Megatron's view of the model: what the checkpoint says, the layout, and the native flags the
-    user set.
+    """Return Megatron's configuration of the model, from the checkpoint, the layout and the native
+    flags that the user set.
 
     Raises:
-        UserError: a flag that says otherwise than the checkpoint, with both values, or that cannot
-            be honoured.
+        UserError: a flag contradicts the checkpoint (the message has both values) or cannot be
+            honoured.
     """
     given = config.megatron.transformer
     described = merge_transformer(spec.transformer_kwargs(), given)
@@ -534,7 +530,7 @@ def transformer_config(
         arguments["use_te_activation_func"] = True  # the slot that `SwiGLUActivation` fills
     arguments.update(expert_arguments(arguments))
     mixer = mixer_of(spec.transformer, 0)
-    # Megatron refuses it beside softmax scores, which `slime.trainer.megatron.moe_router` computes
+    # Megatron refuses the bias with softmax scores; `slime.trainer.megatron.moe_router` supports it
     has_bias = arguments.pop("moe_router_enable_expert_bias", False)
     config_class = pkgutil.resolve_name(mixer.megatron_config)
     made: TransformerConfig = config_class(**arguments | mixer.megatron_overrides)
@@ -543,8 +539,8 @@ def transformer_config(
 
 
 def _trainer_arguments(spec: ModelSpec, config: Config, initialise: bool) -> dict[str, Any]:
-    """Arguments that do not describe the model: layout, precision, recomputation, and settings of
-    this trainer's own."""
+    """Return the arguments that do not describe the model: layout, precision, recomputation, and
+    the trainer's own settings."""
     megatron = config.megatron
     dtype = parameter_dtype(config)
     virtual = virtual_stages(spec, config)
@@ -559,37 +555,37 @@ def _trainer_arguments(spec: ModelSpec, config: Config, initialise: bool) -> dic
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
-        # with virtual stages two ranks exchange activations and gradients at once, and only the
-        # overlapped exchange of equal shapes keeps them apart
+        # with virtual stages two ranks exchange activations and gradients at the same time; only
+        # the overlapped exchange of equal shapes keeps the two apart
         "variable_seq_lengths": virtual is None,
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
-        "moe_token_dispatcher_type": "alltoall",  # the other one refuses variable lengths
+        "moe_token_dispatcher_type": "alltoall",  # "allgather" refuses variable lengths
         **te_layers.transformer_arguments(config),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "recompute_granularity": megatron.recompute_granularity,
         "recompute_method": megatron.recompute_method,
         "recompute_num_layers": megatron.recompute_num_layers,
-        # by `device.install`'s products, or in Transformer Engine's layers
+        # by the matrix products of `device.install`, or in Transformer Engine's layers
         "gradient_accumulation_fusion": True,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
-        # one full-size draw that every layout cuts its piece from: random weights do not depend on
+        # each rank draws the full tensor and keeps its shard, so random weights do not depend on
         # the layout
         "use_cpu_initialization": initialise
         and torch.device(torch.cuda.current_device()).type == "cpu",
         "attention_softmax_in_fp32": True,
-        # Megatron's default changes the bias although nobody asked for it
+        # Megatron's default would update the bias without a flag that asks for it
         "moe_router_bias_update_rate": 0.0,
-        # an overlapped send over gloo still reads the output when this would free it
+        # an overlapped send over gloo may still read the output when Megatron frees it
         "deallocate_pipeline_outputs": megatron.pipeline_model_parallel_size > 1
         and virtual is None,
     }
     if not initialise:
         # "perform_initialization": False would save the same time, but then Megatron does not mark
-        # which parameters are split over tensor-parallel ranks, and the gradient norm leaves half
-        # of them out
+        # which parameters are split over tensor-parallel ranks, and the gradient norm would count
+        # those of one rank only
         for name in ("init_method", "output_layer_init_method", "embedding_init_method"):
             arguments[name] = leave_as_it_is
     if megatron.expert_tensor_parallel_size is not None:

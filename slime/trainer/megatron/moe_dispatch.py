@@ -1,21 +1,20 @@
-"""Tokens to their experts and back, over the ranks that hold the experts.
+"""Send tokens to their experts and back, over the ranks that hold the experts.
 
     tokens [n, H] ─ take ─► rows by expert ─ all-to-all ─► rows of my experts ─ sort ─► experts
     output [n, H] ◄─ sum ── rows by expert ◄─ all-to-all ─ rows of my experts ◄─ unsort ───┘
 
-A token becomes one row per expert it is sent to. Rows are only ever gathered: going forward by the
-index of their token, coming back by the table of each token's rows, whose sum is taken in a fixed
-order. Nothing is scattered, so the same inputs give the same bits, on a GPU too, where scattered
-additions in bfloat16 do not.
+A token becomes one row per chosen expert. Rows are only gathered: on the way to the experts by the
+index of their token, on the way back by a table of each token's rows, which are summed in a fixed
+order. Without scattered additions, which are not deterministic on a GPU, equal inputs give equal
+results, bit for bit.
 
-megatron-core's own dispatchers stand aside: its all-to-all one hands tensors to
-``all_to_all_single`` as split sizes where no GPU is present, the all-gather one refuses variable
-lengths, and both add up with scattered additions unless Transformer Engine's fused permutation is
-there.
+megatron-core's dispatchers are not used. Without a GPU its all-to-all dispatcher passes tensors as
+split sizes to ``all_to_all_single``, its all-gather dispatcher refuses variable lengths, and both
+use scattered additions unless Transformer Engine's fused permutation is installed.
 
-Expert tensor parallelism cuts each expert over several ranks. They all get the row, each computes
-its part of the result, and the parts are summed where the token lives: to the exchange they are
-just more destinations.
+Expert tensor parallelism shards each expert over several ranks. Each of them gets the row and
+computes a partial sum, and the token's rank adds these up. For the exchange they are additional
+destinations.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ class ExpertPlace:
     """Which experts this rank holds, and the ranks that hold the others.
 
     Attributes:
-        num_experts: of a layer, over all ranks.
-        expert_ranks, expert_rank: expert-parallel size and place; experts are dealt out in equal
-            runs.
+        num_experts: experts of a layer, over all ranks.
+        expert_ranks, expert_rank: expert-parallel size and rank; each rank has an equal number of
+            consecutive experts.
         shards: expert tensor-parallel size.
-        group: all of them, shards of one expert next to each other; None for one rank alone.
+        group: all these ranks, shards of an expert being adjacent; None for a single rank.
     """
 
     num_experts: int
@@ -68,18 +67,18 @@ class ExpertPlace:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The way of one micro-batch's rows through one layer. S rows are sent from here, R arrive.
+    """The plan for one micro-batch's rows in one layer. This rank sends S rows and receives R.
 
     Attributes:
-        tokens: int64 [S], the token that each sent row is a copy of.
-        slots: int64 [S], its place in the flattened [n, k] choices.
-        rows: int64 [n, k · shards], each token's rows among the sent ones.
-        ends: int32 [local experts], where each expert's rows end among the arrived ones, sorted by
+        tokens: int64 [S], the token of which each sent row is a copy.
+        slots: int64 [S], index of each sent row in the flattened choices [n, k].
+        rows: int64 [n, k · shards], indices of each token's rows among the sent rows.
+        ends: int32 [local experts], where each expert's rows end among the received rows, sorted by
             expert.
-        sent, arrived: rows to and from each rank of the group; None for one rank alone.
-        order, place: int64 [R], arrival order → order by expert, and back; None where they are the
-            same.
-        group: to exchange over.
+        sent, arrived: number of rows to and from each rank of the group; None for a single rank.
+        order, place: int64 [R], permutation from arrival order to order by expert, and its inverse;
+            None if the orders are equal.
+        group: the group of the exchange; None for a single rank.
     """
 
     tokens: Tensor
@@ -93,7 +92,7 @@ class Dispatch:
     group: dist.ProcessGroup | None = None
 
     def to_experts(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [n, H] and router weights [n, k] → rows [R, H] and weights [R] by expert.
+        """tokens [n, H] and router weights [n, k] → rows [R, H] and weights [R], sorted by expert.
         Collective."""
         rows = take_rows(tokens, self.tokens, self.rows)
         row_weights = weights.reshape(-1).index_select(0, self.slots)
@@ -106,7 +105,7 @@ class Dispatch:
         return rows, row_weights
 
     def to_tokens(self, rows: Tensor) -> Tensor:
-        """Expert outputs [R, H] → [n, H], the rows of each token added up. Collective."""
+        """Expert outputs [R, H] → [n, H], summed over each token's rows. Collective."""
         if self.order is not None and self.place is not None:
             rows = take_rows(rows, self.place, self.order[:, None])
         if self.group is not None:
@@ -115,8 +114,8 @@ class Dispatch:
 
 
 def dispatch(choices: Tensor, place: ExpertPlace) -> Dispatch:
-    """Plan the way of each token to the experts it chose. Collective; one rank alone never waits
-    for the device.
+    """Plan the exchange between tokens and their chosen experts. Collective; a single rank never
+    waits for the device.
 
     Args:
         choices: int64 [n, k], global expert numbers.
@@ -138,7 +137,7 @@ def dispatch(choices: Tensor, place: ExpertPlace) -> Dispatch:
     first = place.num_local * place.expert_rank
     mine = everyones.view(-1, place.num_experts)[:, first : first + place.num_local]
     to_rank = counts.view(place.expert_ranks, place.num_local).sum(dim=1)
-    # the one wait for the device: the exchange needs its sizes on the host
+    # the only wait for the device: the exchange needs its sizes on the host
     both = torch.cat([to_rank, mine.sum(dim=1)]).tolist()
     per_rank = both[: place.expert_ranks]
     arrived = both[place.expert_ranks :]
@@ -165,13 +164,13 @@ def _inverse(permutation: Tensor) -> Tensor:
 
 
 def take_rows(values: Tensor, index: Tensor, table: Tensor) -> Tensor:
-    """``values[index]``. ``table`` [len(values), m] tells where each row of ``values`` went, for
-    the gradient."""
+    """Return ``values[index]``. For the gradient, ``table`` [len(values), m] has the result rows
+    that are copies of each row of ``values``."""
     return cast(Tensor, _TakeRows.apply(values, index, table))
 
 
 def sum_rows(values: Tensor, index: Tensor, table: Tensor) -> Tensor:
-    """``values[table].sum(1)``, added up in the order of the table: the transpose of
+    """Return ``values[table].sum(1)``, summed in the table's order: the transpose of
     `take_rows`."""
     return cast(Tensor, _SumRows.apply(values, index, table))
 

@@ -1,11 +1,11 @@
-"""The layer of experts in Megatron's slot for it, and the settings of Megatron's that it implies.
+"""The mixture-of-experts layer that replaces Megatron's, and the Megatron settings that it needs.
 
     hidden [T, 1, H] ─► (its part of the tokens) ─► router ─► dispatch ─► experts ─► sum
                      ─► (all tokens) ─► + shared
 
-Under tensor parallelism each rank routes its part of the tokens. With sequence parallelism that is
-what it has anyway; without, the layer takes the part and gathers the result, so that no token goes
-to its experts twice.
+Under tensor parallelism each rank routes its part of the tokens, so that no token goes to its
+experts twice. With sequence parallelism the rank has only that part; otherwise the layer selects it
+and gathers the result.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from slime.trainer.megatron.layers import SwiGLUActivation
 from slime.trainer.megatron.moe_dispatch import ExpertPlace, dispatch
 from slime.trainer.megatron.moe_router import Router, Routing
 
-# Megatron knows its own MoELayer by identity, and says at every layer that it does not know a
-# subclass
+# Megatron compares MLP classes by identity, and logs for every layer that a subclass is unknown
 logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(
     lambda record: "Unknown MLP type" not in record.getMessage()
 )
@@ -45,8 +44,7 @@ class ExpertLayer(MoELayer):
     """A mixture-of-experts layer on packed micro-batches.
 
     Attributes:
-        routing: of the micro-batch that is computed, set by the transformer layer's hook
-            (`connect`).
+        routing: the current micro-batch's; a hook of the transformer layer sets it (`connect`).
     """
 
     def __init__(
@@ -65,7 +63,7 @@ class ExpertLayer(MoELayer):
             Router, splits_tokens=self.splits_tokens, normalises=normalises, bias=biases
         )
         super().__init__(config, submodules, layer_number, groups)
-        self.token_dispatcher = None  # ours keeps no state
+        self.token_dispatcher = None  # `dispatch` has no state
         self.place = ExpertPlace.of(groups, config.num_moe_experts)
         self.routing: Routing | None = None
 
@@ -75,8 +73,8 @@ class ExpertLayer(MoELayer):
         intermediate_tensors: Any = None,
         padding_mask: Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        """[T, 1, H] → ([T, 1, H], no bias); T is this rank's part under sequence or context
-        parallelism."""
+        """[T, 1, H] → ([T, 1, H], None for the bias). Under sequence or context parallelism T is
+        this rank's part."""
         compute = partial(self._compute, self.routing)
         if self.moe_layer_recompute:
             return tensor_parallel.checkpoint(compute, False, hidden_states), None
@@ -104,10 +102,10 @@ class ExpertLayer(MoELayer):
 def expert_layer_spec(
     config: TransformerConfig, *, normalises: bool = True, biases: bool = False
 ) -> ModuleSpec:
-    """Return the spec that replaces the MLP in a layer of experts.
+    """Return the spec that replaces the MLP in a mixture-of-experts layer.
 
     Args:
-        normalises: the router divides the scores of the experts it chose by their sum.
+        normalises: the router divides the scores of the chosen experts by their sum.
         biases: router and routed experts have biases.
     """
     backend = LocalSpecProvider()
@@ -125,16 +123,16 @@ def expert_layer_spec(
 
 
 def expert_layers(chunks: Sequence[nn.Module]) -> Iterator[ExpertLayer]:
-    """All layers of experts of this rank's model chunks."""
+    """Iterate over the mixture-of-experts layers of this rank's model chunks."""
     for chunk in chunks:
         yield from (module for module in chunk.modules() if isinstance(module, ExpertLayer))
 
 
 def connect(chunk: nn.Module) -> None:
-    """Let each transformer layer hand the micro-batch's `Routing` to its experts.
+    """Make each transformer layer pass the micro-batch's `Routing` to its experts.
 
-    It arrives with the packed sequences, as all of a micro-batch does, so it is the right one in
-    every schedule and when activations are recomputed.
+    The routing is an attribute of the packed sequences, so it belongs to the right micro-batch in
+    every pipeline schedule and when activations are recomputed.
     """
     for layer in chunk.get_submodule("decoder.layers").children():
         if isinstance(layer.mlp, ExpertLayer):
@@ -149,14 +147,14 @@ def _hand_over_routing(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 def expert_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """``TransformerConfig`` arguments about experts, with our defaults.
+    """Return the ``TransformerConfig`` arguments about experts, with this trainer's defaults.
 
     ``moe_grouped_gemm`` is always on: products are grouped with or without the flag.
-    ``moe_permute_fusion`` is always off: the kernel belongs to Megatron's dispatchers;
+    ``moe_permute_fusion`` is always off: only Megatron's dispatchers use that kernel;
     `slime.trainer.megatron.moe_dispatch` gives the same result.
 
     Raises:
-        UserError: a setting that would be ignored, or a balance loss that there is not.
+        UserError: a setting would be ignored, or the balance loss does not exist.
     """
     check_experts(arguments)
     unfused = {"moe_permute_fusion": False}
@@ -169,14 +167,14 @@ def expert_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def balance_type(config: TransformerConfig) -> str:
-    """The balance loss that adds to the gradients of this model; "none"."""
+    """Return the type of balance loss in this model's gradients, or "none"."""
     if not config.num_moe_experts or not config.moe_aux_loss_coeff:
         return "none"
     return str(config.moe_router_load_balancing_type)
 
 
 def uses_balance_losses(config: TransformerConfig) -> bool:
-    """Tell whether balance losses add to the gradients of this model."""
+    """Tell whether a balance loss or z-loss adds to the gradients of this model."""
     return bool(config.num_moe_experts) and (
         balance_type(config) != "none" or bool(config.moe_z_loss_coeff)
     )
@@ -184,12 +182,12 @@ def uses_balance_losses(config: TransformerConfig) -> bool:
 
 @torch.no_grad()
 def balance_metrics(layers: Sequence[ExpertLayer], gradient_scale: float) -> dict[str, float]:
-    """How evenly the step's tokens went to the experts, as means over all layers. Collective.
+    """Return how evenly the step's tokens went to the experts, as means over layers. Collective.
 
     Returns:
         ``moe_max_load``, ``moe_mean_load``: tokens of the fullest and of the average expert. With
-        balance losses on, ``load_balancing_loss`` (1 when all experts have the same) and
-        ``z_loss``, without their coefficients.
+        balance losses on, ``load_balancing_loss`` (1 for equal loads) and ``z_loss``, without their
+        coefficients.
     """
     config = layers[0].config if layers else None
     statistics = [layer.router.statistics for layer in layers]

@@ -1,12 +1,11 @@
-"""The router: scores in float32, the k best experts of each token or those that are replayed, and
-balance losses.
+"""The router: scores in float32, the top-k or replayed experts of each token, and balance losses.
 
     hidden [n, H] ─► logits ─► scores ─► choices [n, k] ─► weights [n, k]
                                          ▲                 └─ the current scores at the choices
                                          └─ top-k (of groups; with the expert bias), or replayed
 
-Parameters, buffers and their names are Megatron's `TopKRouter`; what is computed with them is here,
-in the compact form [n, k] that the dispatch wants.
+Parameters, buffers and their names are those of Megatron's `TopKRouter`. This module computes with
+them, in the compact form [n, k] that the dispatch needs.
 """
 
 from __future__ import annotations
@@ -23,29 +22,29 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-# The name its gating asks for is only defined by an import that needs Transformer Engine; the
-# router would then compute with another product. It is to be the same with and without it.
+# Only an import of Transformer Engine defines this function, and Megatron's router would use it.
+# Results must not depend on whether Transformer Engine is installed.
 moe_utils.te_general_gemm = None
 
 
 @dataclass
 class Routing:
-    """Instructions to the routers about a micro-batch, and their answers. t: this rank's tokens.
+    """Instructions to the routers for a micro-batch, and recorded choices. t: this rank's tokens.
 
     Attributes:
-        copies: float32 [t], how many samples each token belongs to, 0 for padding: what it weighs
-            in counts and balance losses, so that these do not depend on which samples share the
-            computation of their prompt.
-        sequence: int64 [t], number of the sample that each token belongs to; 0 for padding.
+        copies: float32 [t], number of samples to which each token belongs, 0 for padding. This is
+            its weight in counts and balance losses, so that these do not depend on which samples
+            share their prompt.
+        sequence: int64 [t], index of the sample to which each token belongs; 0 for padding.
         num_sequences: samples in the micro-batch.
-        loss_scale: what the balance losses are multiplied with: Megatron's averaging undone,
-            divided by the tokens of the step. 0: no balance losses.
-        choices: layer number (from 1) → experts [t, k] to use again, or those that were recorded.
-        unknown: bool, one for each token that this rank routes: there is nothing to use again.
-            None: no such token.
-        record: keep the choices.
-        counts_ahead: a forward pass before the step, which counts what ``global_aux_loss`` then
-            looks at.
+        loss_scale: factor of the balance losses: it undoes Megatron's averaging and divides by the
+            tokens of the step. 0: no balance losses.
+        choices: layer number (from 1) → experts [t, k] to replay, or recorded ones.
+        unknown: bool, for each token that this rank routes: it has no experts to replay. None: all
+            tokens have some.
+        record: store the choices.
+        counts_ahead: this is the forward pass before the step that counts tokens per expert for
+            ``global_aux_loss``.
     """
 
     copies: Tensor
@@ -60,16 +59,15 @@ class Routing:
 
 @dataclass
 class RouterStatistics:
-    """Sums over a step's micro-batches on this rank. A token counts once for each sample it belongs
-    to.
+    """Sums over a step's micro-batches on this rank. A token counts once for each of its samples.
 
     Attributes:
         tokens_per_expert: float32 [experts].
-        step_counts: float32 [experts], with ``global_aux_loss``: tokens of the whole step, on all
-            ranks, whose best experts by score these are.
-        balance: part of the balance loss without its coefficient, each token with weight 1 / tokens
-            of the step.
-        z: the same of the z-loss.
+        step_counts: float32 [experts], with ``global_aux_loss``: number of tokens of the whole
+            step, on all ranks, with the expert among their top k by score.
+        balance: this rank's part of the balance loss without its coefficient; each token has weight
+            1 / tokens of the step.
+        z: the same for the z-loss.
     """
 
     tokens_per_expert: Tensor
@@ -78,7 +76,7 @@ class RouterStatistics:
     z: Tensor
 
     def clear(self) -> None:
-        """Before a step. Its ``step_counts`` are there by then."""
+        """Reset all sums before a step, except ``step_counts``, which are computed before."""
         for tensor in (self.tokens_per_expert, self.balance, self.z):
             tensor.zero_()
 
@@ -87,10 +85,10 @@ class Router(TopKRouter):
     """Top-k router of packed micro-batches.
 
     Args:
-        splits_tokens: the layer gives each tensor-parallel rank its part of tokens that all of them
-            hold.
+        splits_tokens: all tensor-parallel ranks have the same tokens, and the layer gives each rank
+            its part.
         normalises: the scores of the chosen experts are divided by their sum.
-        bias: there is one on the logits.
+        bias: the logits have a bias.
     """
 
     def __init__(
@@ -124,11 +122,11 @@ class Router(TopKRouter):
         )
 
     def forward(self, hidden: Tensor, routing: Routing | None = None) -> tuple[Tensor, Tensor]:
-        """hidden [n, H] → (weights float32 [n, k], experts int64 [n, k]), n being this rank's
-        tokens in the layer."""
+        """hidden [n, H] → (weights float32 [n, k], experts int64 [n, k]); n is the number of tokens
+        that this rank routes."""
         self._maintain_float32_expert_bias()
         logits = self.gating(hidden)
-        # once per micro-batch, also when it is recomputed
+        # true once per micro-batch, even if activations are recomputed
         counts = self.training and torch.is_grad_enabled()
         copies = self._mine(routing.copies) if routing is not None else logits.new_ones(len(logits))
         if routing is not None and routing.counts_ahead:
@@ -147,10 +145,10 @@ class Router(TopKRouter):
         return weights, choices
 
     def gating(self, hidden: Tensor) -> Tensor:
-        """Logits [n, experts], in ``moe_router_dtype`` (float32 unless told otherwise)."""
+        """Return logits [n, experts] in ``moe_router_dtype`` (default: float32)."""
         weight = self.weight
         bias = self.bias
-        if self.splits_tokens:  # each rank's gradient is that of its tokens
+        if self.splits_tokens:  # gradients of the ranks' tokens must be summed
             weight = tensor_parallel.copy_to_tensor_model_parallel_region(
                 weight, group=self.tp_group
             )
@@ -165,7 +163,7 @@ class Router(TopKRouter):
         return logits if bias is None else logits + bias.to(dtype)
 
     def _mine(self, values: Tensor) -> Tensor:
-        """Return the part that this tensor-parallel rank routes of the micro-batch's tokens."""
+        """Return the values of the tokens that this tensor-parallel rank routes."""
         ranks = self.tp_group.size()
         return values if ranks == 1 else values.chunk(ranks)[self.tp_group.rank()]
 
@@ -191,11 +189,11 @@ class Router(TopKRouter):
         counts = tokens_per_expert(choices, copies, self.config.num_moe_experts or 0)
         self.statistics.tokens_per_expert += counts
         if self.expert_bias is not None:
-            self.local_tokens_per_expert += counts  # Megatron moves the bias by them after the step
+            self.local_tokens_per_expert += counts  # Megatron updates the bias from these
 
     def _with_z_loss(self, logits: Tensor, copies: Tensor, routing: Routing) -> Tensor:
-        """ST-MoE (arXiv:2202.08906), equation 5: the mean over tokens of the squared log-sum-exp of
-        the logits."""
+        """Attach the z-loss, the mean over tokens of the squared log-sum-exp of the logits: ST-MoE
+        (arXiv:2202.08906), equation 5."""
         loss = (torch.logsumexp(logits, dim=-1).square() * copies).sum() * routing.loss_scale
         self.statistics.z += loss.detach()
         return MoEAuxLossAutoScaler.apply(logits, loss * self.config.moe_z_loss_coeff)
@@ -203,14 +201,14 @@ class Router(TopKRouter):
     def _with_balance_loss(
         self, weights: Tensor, logits: Tensor, copies: Tensor, routing: Routing
     ) -> Tensor:
-        """Attach E · Σ_e f_e · P_e, f_e the share of expert e among the choices, P_e its mean
-        score.
+        """Attach E · Σ_e f_e · P_e, where f_e is the share of expert e among the choices and P_e
+        its mean score.
 
         Switch Transformer (arXiv:2101.03961), equations 4 to 6. f_e is counted over the tokens of
         the micro-batch (aux_loss), of each sample (seq_aux_loss: DeepSeek-V3, arXiv:2412.19437,
         equations 17 to 20), or of the whole step (global_aux_loss: Qiu et al., arXiv:2501.11873,
-        section 3), which a pass before the step has counted. A group of tokens weighs as many of
-        the step's tokens as it has. Only aux_loss depends on how samples are packed.
+        section 3), for which an extra pass counts before the step. The weight of each micro-batch
+        or sample is its number of tokens. Only aux_loss depends on how samples are packed.
         """
         scores = normalised_scores(logits, self.config)
         scale = logits.size(1) * routing.loss_scale
@@ -226,7 +224,7 @@ class Router(TopKRouter):
         )
 
     def _share_times_score(self, scores: Tensor, copies: Tensor, routing: Routing) -> Tensor:
-        """Σ_e f_e · P_e, over the micro-batch or summed over its samples."""
+        """Return Σ_e f_e · P_e for the micro-batch, or summed over its samples."""
         experts = scores.size(1)
         chosen = scores.detach().topk(self.topk, dim=1).indices
         if self.balance_type == "seq_aux_loss":
@@ -248,12 +246,12 @@ class Router(TopKRouter):
 
 
 def choose_experts(logits: Tensor, bias: Tensor | None, config: TransformerConfig) -> Tensor:
-    """int64 [n, k]: the best experts by score plus bias, out of the best groups where groups limit
-    the choice.
+    """Return the top-k experts by score plus bias, int64 [n, k], with group limits only from the
+    best groups.
 
-    A group counts with the sum of its two best experts, whatever ``num_experts_per_tok`` is
-    (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). The order of the scores is that of the logits,
-    unless a bias or sums over groups come in between.
+    A group's score is the sum of its two best experts, for any ``num_experts_per_tok``
+    (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). Without bias and groups, scores have the order
+    of the logits, so softmax is not computed.
     """
     scores = torch.sigmoid(logits) if config.moe_router_score_function == "sigmoid" else logits
     limited = config.moe_router_group_topk and config.moe_router_pre_softmax
@@ -280,11 +278,11 @@ def choose_experts(logits: Tensor, bias: Tensor | None, config: TransformerConfi
 def router_weights(
     logits: Tensor, choices: Tensor, config: TransformerConfig, *, normalises: bool
 ) -> Tensor:
-    """float32 [n, k]: what the chosen experts' outputs are multiplied with.
+    """Return the weights of the chosen experts' outputs, float32 [n, k].
 
     softmax: over the chosen logits, or (``moe_router_pre_softmax``) over all, not normalised again.
-    sigmoid: the chosen scores, divided by their sum if the router ``normalises``. Times
-    ``moe_router_topk_scaling_factor``.
+    sigmoid: the chosen scores, divided by their sum if the router ``normalises``. Both are
+    multiplied by ``moe_router_topk_scaling_factor``.
     """
     if config.moe_router_score_function == "sigmoid":
         weights = torch.sigmoid(logits).gather(1, choices)
@@ -299,7 +297,7 @@ def router_weights(
 
 
 def normalised_scores(logits: Tensor, config: TransformerConfig) -> Tensor:
-    """[n, experts] with sum 1, what balance losses look at."""
+    """Return scores [n, experts] with sum 1 per token, for balance losses."""
     if config.moe_router_score_function == "softmax":
         return logits.softmax(dim=-1)
     scores = torch.sigmoid(logits)
@@ -307,8 +305,8 @@ def normalised_scores(logits: Tensor, config: TransformerConfig) -> Tensor:
 
 
 def tokens_per_expert(choices: Tensor, copies: Tensor, experts: int) -> Tensor:
-    """float32 [experts]: how often each was chosen, a token counting as often as ``copies`` [n]
-    says.
+    """Return how often each expert was chosen, float32 [experts]; ``copies`` [n] are the tokens'
+    weights.
 
     Example (the first token is of a prompt that three samples share, the second is padding):
         >>> tokens_per_expert(torch.tensor([[0, 2], [2, 1]]), torch.tensor([3.0, 0.0]), 3).tolist()
@@ -319,5 +317,5 @@ def tokens_per_expert(choices: Tensor, copies: Tensor, experts: int) -> Tensor:
 
 
 def smallest_integer(limit: int) -> torch.dtype:
-    """The dtype in which numbers below ``limit`` take least memory."""
+    """Return the smallest integer dtype for numbers below ``limit``."""
     return torch.uint8 if limit <= 1 << 8 else torch.int16 if limit <= 1 << 15 else torch.int32

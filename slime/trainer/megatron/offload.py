@@ -1,5 +1,5 @@
-"""Trainer state in host memory: everything while the engines have the GPU (`Offloader`), and
-weights of models that only score (`WeightsCopy`)."""
+"""Trainer state in host memory: all of it while the engines use the GPU (`Offloader`), and weights
+of frozen models (`WeightsCopy`)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from slime.trainer.megatron.streamed import states_of
 
 @dataclass
 class _Away:
-    """A storage that is empty for now.
+    """A storage that is emptied until `Offloader.wake`.
 
     Attributes:
-        nbytes: its size when it is there.
+        nbytes: original size of the storage.
         copy: its contents; None for gradients.
     """
 
@@ -35,20 +35,20 @@ class _Away:
 
 
 class Offloader:
-    """Gives the GPU's memory to the engines between updates and takes it back, in one step or two.
+    """Frees the GPU's memory for the engines between updates, in one step or two, and restores it.
 
-    It works on storages, not on tensors: a storage is emptied and refilled in place, so every view
-    of it (parameters in DDP buffers, shards in the optimizer) stays valid. The pinned host copies
-    are kept: pinning costs more than copying. Those for Adam's moments, which the first update
-    makes, are pinned while the engines generate for it. Gradients are not copied: they are zeroed
-    before they are used anyway. Frozen weights are copied once.
+    It empties and refills storages in place, so all their views (parameters in DDP buffers, shards
+    in the optimizer) stay valid. Pinned host buffers are reused, because pinning costs more than
+    copying. Buffers for Adam's moments, which the first update creates, are pinned while the
+    engines generate for that update. Gradients are not copied, because they are zeroed before use.
+    Frozen weights are copied once.
 
-        sleep(keep_weights=True)   gradients and optimizer state go; the weights can still be pushed
-        sleep()                    what is left goes
-        wake()                     everything is back, bit for bit
+        sleep(keep_weights=True)   free gradients and optimizer state; weights can still be pushed
+        sleep()                    free the rest
+        wake()                     restore everything, bit for bit
 
     Args:
-        pin: copies lie in page-locked memory; default: where there is a GPU.
+        pin: use page-locked memory for the copies; default: if there is a GPU.
     """
 
     def __init__(
@@ -58,17 +58,17 @@ class Offloader:
         self.optimizer = optimizer
         self.pin = device.has_gpu() if pin is None else pin
         self._free: dict[int, list[Tensor]] = defaultdict(list)
-        """Pinned memory by size, kept from sleep to sleep."""
+        """Pinned buffers by size in bytes, reused by later sleeps."""
         self._frozen: dict[int, Tensor] = {}
-        """Copies of storages that never change, by their address in torch."""
+        """Copies of storages that never change, by the storage's address in torch."""
         self._away: list[_Away] = []
         self._ahead: BuffersAhead | None = None
-        """Buffers for moments that did not exist at the first whole sleep."""
+        """Buffers for moments that did not exist at the first full sleep."""
 
     @torch.no_grad()
     def sleep(self, *, keep_weights: bool = False) -> int:
-        """Empty gradients, optimizer state and (unless kept) weights; returns the bytes freed.
-        Idempotent."""
+        """Free gradients, optimizer state and, unless ``keep_weights``, weights; return the number
+        of freed bytes. Idempotent."""
         gradients = {s.data_ptr() for s in _storages(_gradients(self.chunks))}
         kept = {s.data_ptr() for s in _storages(_weights(self.chunks))} if keep_weights else set()
         everything = [
@@ -80,7 +80,7 @@ class Offloader:
         going = []
         for buffer in self._ahead.take() if self._ahead is not None else ():
             self._free[buffer.nbytes].append(buffer)
-        for storage in _storages(everything):  # leaves out those that are empty already
+        for storage in _storages(everything):  # only storages that are not empty yet
             if storage.data_ptr() not in kept:
                 copy = None
                 if storage.data_ptr() not in gradients:
@@ -102,7 +102,7 @@ class Offloader:
 
     @torch.no_grad()
     def wake(self) -> None:
-        """Everything back, bit for bit; gradients are 0. Idempotent."""
+        """Restore everything, bit for bit; gradients become 0. Idempotent."""
         for part in self._away:
             part.storage.resize_(part.nbytes)
             view = torch.empty(0, dtype=torch.uint8, device=part.storage.device).set_(part.storage)
@@ -118,7 +118,7 @@ class Offloader:
 
     @contextmanager
     def read_on_host(self) -> Iterator[None]:
-        """Within the block parameters and optimizer states that are away are their host copies."""
+        """Inside the block, offloaded parameters and optimizer states are their host copies."""
         copies = {part.storage._cdata: part.copy for part in self._away}
         held: list[Tensor] = [p for chunk in self.chunks for p in chunk.parameters()]
         held += _optimizer_holders(self.optimizer)
@@ -148,7 +148,7 @@ class Offloader:
 
 
 def _moments_to_come(optimizer: MegatronOptimizer) -> list[int]:
-    """Bytes of each storage that Adam's first step will make on the device: two per parameter."""
+    """Return the bytes of each storage that Adam's first step will allocate: two per parameter."""
     return [
         parameter.numel() * parameter.element_size()
         for inner in torch_optimizers(optimizer)
@@ -161,7 +161,7 @@ def _moments_to_come(optimizer: MegatronOptimizer) -> list[int]:
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
-    """Distinct non-empty storages, in order."""
+    """Iterate over the distinct non-empty storages, in order."""
     seen: set[int] = set()
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -185,7 +185,7 @@ def _gradients(chunks: Sequence[nn.Module]) -> list[Tensor]:
 
 
 def _optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """Return the states on the device. Step counts are not worth the trip."""
+    """Return the states on the device, except step counts, which are too small to offload."""
     streamed = [states_of(inner) for inner in torch_optimizers(optimizer)]
     tensors = [tensor.data for tensor in _optimizer_holders(optimizer) if tensor.dim() > 0]
     return [
@@ -196,7 +196,7 @@ def _optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
 
 
 def _optimizer_holders(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """Parameters and states as the optimizer holds them."""
+    """Return the parameters and state tensors of the optimizer."""
     tensors: list[Tensor] = []
     for inner in torch_optimizers(optimizer):
         tensors += [parameter for group in inner.param_groups for parameter in group["params"]]
@@ -206,12 +206,12 @@ def _optimizer_holders(optimizer: MegatronOptimizer) -> list[Tensor]:
 
 
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """The torch optimizers inside Megatron's."""
+    """Return the torch optimizers inside a Megatron optimizer."""
     return [part.optimizer for part in megatron_optimizers(optimizer) if part.optimizer is not None]
 
 
 def megatron_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Megatron keeps one optimizer for dense and one for expert parameters, chained."""
+    """Return the chained optimizers; Megatron has one for dense and one for expert parameters."""
     return (
         list(optimizer.chained_optimizers)
         if isinstance(optimizer, ChainedOptimizer)
@@ -223,17 +223,17 @@ def megatron_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]
 
 
 class WeightsCopy:
-    """Weights of a model that does not learn: parameters and persistent buffers (`stored_tensors`),
-    or some of these.
+    """Weights of a frozen model: parameters and persistent buffers (`stored_tensors`), or some of
+    these.
 
-    On a GPU the copy lies in pinned host memory. Swapping in does not move the policy's own
-    weights: each parameter points elsewhere for a while, and back afterwards.
+    With a GPU the copy is in pinned host memory. Swapping in does not move the policy's weights:
+    each parameter temporarily points to other memory.
 
     Args:
-        tensors_of: those of the model that are copied.
+        tensors_of: returns the model's tensors to copy.
     Attributes:
-        iteration: the rollout after which these were the policy's weights; None if the run was
-            started with them.
+        iteration: the rollout after which these were the policy's weights; None for weights with
+            which the run started.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class WeightsCopy:
 
     @torch.no_grad()
     def take(self, chunks: Sequence[nn.Module], iteration: int | None = None) -> None:
-        """Copy the weights as they are now."""
+        """Copy the model's current weights."""
         self.iteration = iteration
         parameters = self._tensors_of(chunks)
         if not self.tensors:
@@ -264,7 +264,7 @@ class WeightsCopy:
 
     @contextmanager
     def swapped_in(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
-        """Within the block the model computes with these weights."""
+        """Let the model compute with these weights inside the block."""
         parameters = self._tensors_of(chunks)
         own = [parameter.data for parameter in parameters]
         try:
@@ -277,6 +277,6 @@ class WeightsCopy:
 
     @torch.no_grad()
     def equals(self, chunks: Sequence[nn.Module]) -> bool:
-        """Tell whether the model's weights are the same bits as the copy."""
+        """Tell whether the model's weights equal the copy exactly."""
         parameters = self._tensors_of(chunks)
         return all(torch.equal(copy, p.detach().cpu()) for copy, p in zip(self.tensors, parameters))

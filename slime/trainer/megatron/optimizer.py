@@ -1,5 +1,5 @@
-"""Megatron's data parallelism, optimizer and schedule around the model chunks, and the step that
-applies gradients."""
+"""Megatron's data parallelism, optimizer and learning-rate schedule for the model chunks, and the
+step that applies gradients."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from slime.trainer.records import StepOutcome
 logger = get_logger(__name__)
 
 _EMBEDDING = "embedding.word_embeddings.weight"
-#: Options of Megatron that `StreamedOptimizer` reads. As with Megatron-LM's flag, all states are in
-#: host memory unless told otherwise.
+#: Megatron's options that `StreamedOptimizer` reads, with their defaults. As in Megatron-LM, all
+#: states are in host memory by default.
 _OF_STREAM: dict[str, Any] = {
     "optimizer_offload_fraction": 1.0,
     "exp_avg_dtype": torch.float32,
@@ -60,14 +60,14 @@ _ENDLESS = 1 << 40  # rollouts of a run whose length is not known yet
 
 
 def freeze(chunks: Sequence[GPTModel], config: Config) -> None:
-    """Switch off the gradients that the regular expressions of the flags name.
+    """Freeze parameters according to the regular expressions of the flags.
 
-    Expressions are searched in Megatron's names with the layers' global numbers, so that they mean
-    the same at every layout. Collective if there are expressions.
+    Expressions are searched in Megatron's names with global layer numbers, so that they mean the
+    same at every layout. Collective if there are expressions.
 
     Raises:
-        UserError: an expression that matches no parameter of the model would silently do nothing;
-            nothing is left to train.
+        UserError: an expression matches no parameter of the model, only some experts of a layer
+            would be frozen, or nothing is left to train.
     """
     only = config.train.only_train_params_name_list
     frozen_names = config.train.freeze_params_name_list
@@ -91,7 +91,7 @@ def freeze(chunks: Sequence[GPTModel], config: Config) -> None:
 
 
 def freeze_vision(chunks: Sequence[GPTModel], config: Config) -> None:
-    """Freeze the tower that sees images, or its projector, as the flags say."""
+    """Freeze the vision tower or its projector, if the flags say so."""
     flags = config.images
     patterns = frozen_parts(
         tower=flags.freeze_vision_tower, projector=flags.freeze_vision_projector
@@ -103,8 +103,8 @@ def freeze_vision(chunks: Sequence[GPTModel], config: Config) -> None:
 
 
 def _named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield parameters under their global names. The last pipeline stage's copy of a tied embedding
-    has the embedding's: both are frozen or both are trained."""
+    """Yield (global name, parameter). The last pipeline stage's copy of a tied embedding has the
+    embedding's name, so that both are frozen or both are trained."""
     experts: Any = unwrapped(chunks)[0].config.num_moe_experts or 0  # type: ignore[union-attr]
     for name, tensor in global_parameters(chunks, experts, Placement.current()):
         if isinstance(tensor, nn.Parameter):
@@ -113,8 +113,8 @@ def _named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Par
 
 
 def _whole(parameter: nn.Parameter) -> tuple[nn.Parameter, Any]:
-    """Return the optimizer's parameter, in which a layer's experts are stacked, and the index of
-    ``parameter`` in it."""
+    """Return the parameter that the optimizer has, which for experts is the stack of a layer's
+    experts, and the index of ``parameter`` in it."""
     return parameter.stacked_in if hasattr(parameter, "stacked_in") else (parameter, ...)
 
 
@@ -159,9 +159,9 @@ def _check_expressions(patterns: Sequence[str], trained: dict[str, bool]) -> Non
 class DataParallel(DistributedDataParallel):
     """Megatron's data parallelism, without collectives if there is only one rank.
 
-    A reduction over one rank copies the whole gradient buffer to itself; on a CPU that costs as
-    much as a layer. An overlapped one is started by the buckets themselves, so then it has to be
-    finished here.
+    A reduction over one rank copies the whole gradient buffer to itself, which on a CPU costs as
+    much as a layer. It cannot be skipped with overlapped reduction, which gradient buckets start
+    themselves.
     """
 
     @property
@@ -190,7 +190,7 @@ def wrap_data_parallel(
     config: Config,
     finalize: Callable[..., None] = finalize_model_grads,
 ) -> list[DataParallel]:
-    """Gradient buffers (float32 unless told otherwise) and their reduction over the replicas.
+    """Wrap the chunks with gradient buffers (default: float32) and data-parallel reduction.
 
     Args:
         finalize: reduces all gradients at the end of a step.
@@ -201,7 +201,7 @@ def wrap_data_parallel(
         "overlap_grad_reduce": megatron.overlap_grad_reduce,
         "overlap_param_gather": megatron.overlap_param_gather,
         "use_distributed_optimizer": is_distributed(config),
-        # `apply_gradients` looks at the norm, which shows it on every rank at once
+        # `apply_gradients` checks the gradient norm instead, which is the same on every rank
         "check_for_nan_in_grad": False,
         **megatron.ddp,
     }
@@ -226,10 +226,10 @@ def wrap_data_parallel(
 
 
 def gather_parameters(chunks: Sequence[DataParallel]) -> None:
-    """Complete the weights before anyone reads them (push, checkpoint, reference). Collective.
+    """Gather the updated weights before they are read (push, checkpoint, reference). Collective.
 
-    With ``--overlap-param-gather`` a rank has only its own share of a step's result until the next
-    forward pass.
+    With ``--overlap-param-gather`` a rank has only its own shard of the updated weights until the
+    next forward pass.
     """
     for chunk in chunks:
         if chunk.use_forward_hook:
@@ -237,16 +237,16 @@ def gather_parameters(chunks: Sequence[DataParallel]) -> None:
 
 
 def is_distributed(config: Config) -> bool:
-    """Tell whether optimizer states are sharded over the replicas; Megatron does that for Adam
-    only."""
+    """Tell whether optimizer states are sharded over the data-parallel ranks, which Megatron
+    supports only for Adam."""
     return config.megatron.use_distributed_optimizer and config.megatron.optimizer_name == "adam"
 
 
 def build_optimizer(
     chunks: list[DataParallel], config: Config
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Adam or SGD with float32 master weights, and the schedule, which counts in samples as
-    Megatron's does."""
+    """Build Adam or SGD with float32 master weights, and the learning-rate schedule, which counts
+    samples."""
     megatron = config.megatron
     dtype = chunks[0].module.config.params_dtype
     options = {name: _DTYPES.get(value, value) for name, value in megatron.optimizer.items()}
@@ -296,13 +296,13 @@ def build_optimizer(
 
 @contextmanager
 def _torchs_own(kind: type[DistributedOptimizer]) -> Iterator[None]:
-    """Make Megatron build torch's Adam and SGD, also where Transformer Engine's are installed.
+    """Make Megatron build torch's Adam and SGD, even if Transformer Engine's are installed.
 
-    Those keep their states in another form, and know neither a gradient scale nor `StreamedStates`.
-    So training, checkpoints and memory plans do not depend on what else is installed.
+    Transformer Engine's keep states in another format and support neither a gradient scale nor
+    `StreamedStates`. Training, checkpoints and memory plans must not depend on its installation.
 
     Args:
-        kind: of the distributed optimizer around them.
+        kind: class of the distributed optimizer that contains them.
     """
     stand_ins: tuple[tuple[Any, str, Any], ...] = (
         (core_optimizer, "DistributedOptimizer", kind),
@@ -322,9 +322,9 @@ def _torchs_own(kind: type[DistributedOptimizer]) -> Iterator[None]:
 
 
 def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
-    """Warm-up, then decay of the learning rate; one step advances it by the global batch size.
+    """Build the learning-rate schedule: warm-up, then decay, both counted in samples.
 
-    With ``--num-epoch`` the length of the run is known only once the prompts are counted: see
+    With ``--num-epoch`` the length of the run is unknown until the prompts are counted: see
     `set_run_length`.
     """
     megatron = config.megatron
@@ -344,7 +344,7 @@ def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerPar
         wd_incr_steps=total,
         wd_incr_style=megatron.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=megatron.use_checkpoint_opt_param_scheduler,
-        # the flags win, or Megatron would refuse a resume with another --lr or a longer run
+        # flags override the checkpoint; otherwise Megatron refuses a changed --lr or run length
         override_opt_param_scheduler=not megatron.use_checkpoint_opt_param_scheduler,
         wsd_decay_steps=None if wsd is None else wsd * batch,
         lr_wsd_decay_style=megatron.lr_wsd_decay_style,
@@ -352,16 +352,16 @@ def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerPar
 
 
 def set_run_length(scheduler: OptimizerParamScheduler, config: Config, num_rollout: int) -> None:
-    """Stretch the schedule to a run of ``num_rollout`` rollouts."""
+    """Fit the schedule to a run of ``num_rollout`` rollouts."""
     warmup, decay, total = _schedule_lengths(config, num_rollout)
     scheduler.lr_warmup_steps = warmup
     scheduler.lr_decay_steps = decay
     scheduler.wd_incr_steps = total
-    scheduler.step(0)  # the rates of the present step, by the new lengths
+    scheduler.step(0)  # recompute the current rates with the new lengths
 
 
 def _schedule_lengths(config: Config, num_rollout: int | None) -> tuple[int, int, int]:
-    """(warm-up, decay, whole run), in samples; a run of unknown length counts as endless.
+    """Return (warm-up, decay, whole run) in samples; a run of unknown length counts as endless.
 
     Raises:
         UserError: the warm-up is longer than the decay.
@@ -384,7 +384,7 @@ def _schedule_lengths(config: Config, num_rollout: int | None) -> tuple[int, int
 
 
 def reset_moments(optimizer: MegatronOptimizer) -> None:
-    """Forget Adam's moments and step counts (``--reset-optimizer-states``)."""
+    """Reset the optimizer's moments and step counts (``--reset-optimizer-states``)."""
     for inner in torch_optimizers(optimizer):
         states = states_of(inner)
         if states is None:
@@ -397,8 +397,8 @@ def reset_moments(optimizer: MegatronOptimizer) -> None:
 
 @torch.no_grad()
 def apply_gradients(optimizer: MegatronOptimizer, clip_grad: float) -> StepOutcome:
-    """Compute the gradient norm, clip, and step. Where the norm is not finite nothing is applied,
-    on any rank: the norm is a global one."""
+    """Compute the global gradient norm, clip, and step. If the norm is not finite, no rank applies
+    the gradients."""
     overflow = optimizer.prepare_grads()
     grad_norm = math.inf if overflow else float(optimizer.get_grad_norm())
     if not math.isfinite(grad_norm):
@@ -413,10 +413,10 @@ def apply_gradients(optimizer: MegatronOptimizer, clip_grad: float) -> StepOutco
 
 
 def _clip(part: MegatronOptimizer, clip_grad: float, grad_norm: float) -> None:
-    """Scale the gradients; fused Adam does that in its own pass when told the divisor."""
+    """Scale the gradients to norm ``clip_grad``; fused Adam does so itself, given the divisor."""
     inner = part.optimizer
     if isinstance(inner, torch.optim.Adam) and inner.param_groups[0].get("fused"):
-        where = torch.cuda.current_device()  # masters may be in host memory, gradients are not
+        where = torch.cuda.current_device()  # gradients are here, even if master weights are not
         scale = torch.tensor((grad_norm + 1e-6) / clip_grad, device=where)
         inner.grad_scale = scale  # type: ignore[attr-defined]
         return
@@ -437,8 +437,8 @@ def learning_rates(optimizer: MegatronOptimizer) -> list[float]:
 
 @torch.no_grad()
 def nonfinite_gradients(chunks: Sequence[nn.Module]) -> list[tuple[str, int, int]]:
-    """Return (global name, entries that are NaN or Inf, entries) of each of this rank's accumulated
-    gradients that has such entries."""
+    """Return (global name, number of NaN or Inf entries, number of entries) for each accumulated
+    gradient of this rank that is not finite."""
     found = []
     for name, parameter in _named_parameters(chunks):
         whole, place = _whole(parameter)

@@ -1,20 +1,19 @@
-"""A micro-batch as the model sees it: sequences one after the other, no padding between them.
+"""A micro-batch as the model's input: concatenated sequences without padding between them.
 
     samples          p p p r r r     q q r r
     tokens   [1, T]  p p p r r       q q r        without each sample's last, which predicts nothing
     rows     [N]         2 3 4         6 7        positions that predict a response token
     targets  [N]         r r r         r r
 
-Only ``rows`` go through the vocabulary product: with long prompts that saves most of it.
+The output projection is computed only for ``rows``, which saves most of it with long prompts.
 
 Under context parallelism a rank keeps its stripe of ``tokens``, ``positions``, ``rows`` and
-``targets`` (`slime.trainer.megatron.context`); what describes whole sequences and whole samples
-stays whole.
+``targets`` (`slime.trainer.megatron.context`). Fields about whole sequences and samples are not
+split.
 
-Samples of one prompt may share it: the prompt is computed once and each response is a branch behind
-it, which attends to the prompt and to itself. The numbers are those of separate sequences (the
-gradients of the branches add up in the prompt), for a fraction of the tokens when prompts are long
-and responses short:
+Samples of one prompt may share it: the prompt is computed once, and each response is a branch that
+attends to the prompt and to itself. Results equal those of separate sequences (the prompt's
+gradients sum over its branches). With long prompts and short responses this saves most tokens:
 
     p p p r r r , p p p s s   ─►   p p p r r s        positions 0 1 2 3 4 3
 """
@@ -38,8 +37,8 @@ from slime.trainer.megatron.context import ContextGroup, ContextSplit
 from slime.trainer.megatron.embedder import PackedImages, ReadImage, SampleMedia
 from slime.trainer.megatron.moe_router import Routing
 
-# sequences that share a block are padded to the longest of them; more waste than this starts
-# another block
+# sequences in a block are padded to the longest one; a larger ratio of cells to tokens than this
+# starts another block
 _MAX_PADDED_RATIO = 1.25
 
 
@@ -48,11 +47,11 @@ class AttentionBlock:
     """Sequences of similar length that one dense attention call handles.
 
     Attributes:
-        batch, length: its shape.
-        allowed: which keys a query sees, bool [batch or 1, 1, length, length].
-        bias: the same to be added to scores: 0 or -inf, float32.
+        batch, length: shape of the block: sequences, and cells of each.
+        allowed: which keys each query attends to, bool [batch or 1, 1, length, length].
+        bias: ``allowed`` as summand of the scores: 0 or -inf, float32, same shape.
         positions: int64 [batch or 1, length], 0-based within each sample.
-        masked: some query does not see all before it; otherwise ``allowed`` is the causal mask.
+        masked: ``allowed`` is not the plain causal mask.
     """
 
     batch: int
@@ -64,8 +63,8 @@ class AttentionBlock:
     _within: dict[int, AttentionBlock] = field(default_factory=dict, init=False)
 
     def within(self, window: int | None) -> AttentionBlock:
-        """Return the same block for a layer whose queries see ``window`` positions, their own
-        included."""
+        """Return the same block for a layer whose queries attend to ``window`` positions, including
+        their own."""
         if window is None or window >= self.length:
             return self
         if window not in self._within:
@@ -77,13 +76,13 @@ class AttentionBlock:
 
 @dataclass
 class PaddedLayout:
-    """Cells past the end of a sequence repeat its last token, which no real query sees.
+    """Dense blocks of sequences. Cells after a sequence repeat its last token, hidden from queries.
 
     Attributes:
-        gather: int64 [cells], packed position of each cell, block after block.
+        gather: int64 [cells], packed position of each cell; blocks are concatenated.
         cells: int64 [T], the cell of each packed position.
         padding: bool [cells, 1, 1].
-        identity: one block without padding: packed and padded order are the same.
+        identity: there is one block without padding, so packed and padded order are equal.
     """
 
     blocks: list[AttentionBlock]
@@ -108,11 +107,11 @@ class PaddedLayout:
 
 @dataclass
 class DeltaRuns:
-    """The tokens of a micro-batch as gated delta nets see them: a run for each prompt and one for
-    each branch that continues it.
+    """The tokens of a micro-batch as input of gated delta nets: one run for each shared prompt and
+    one for each branch that continues it.
 
     Attributes:
-        lengths, parents: of each run, as `slime.models.delta_rule.TokenRuns` has them.
+        lengths, parents: fields of each run, as in `slime.models.delta_rule.TokenRuns`.
     """
 
     lengths: list[int]
@@ -122,9 +121,9 @@ class DeltaRuns:
 
     @staticmethod
     def of(branches: Sequence[Sequence[int]], device: torch.device) -> DeltaRuns:
-        """Read the lengths of each prompt and of the branches behind it.
+        """Build the runs from the lengths of each prompt and of its branches.
 
-        Example (a response alone goes on from its prompt; of two, one token each):
+        Example (a single response is one run with its prompt; two responses are runs of their own):
             >>> runs = DeltaRuns.of([[3, 2], [2, 1, 1]], torch.device("cpu"))
             >>> runs.lengths, runs.parents
             ([5, 2, 1, 1], [-1, -1, 1, 1])
@@ -153,11 +152,11 @@ class DeltaRuns:
 
     @cached_property
     def ends(self) -> Tensor:
-        """int64 [runs + 1], in host memory: where each run begins, and the end of the last."""
+        """The start of each run and the end of the last, int64 [runs + 1] in host memory."""
         return torch.tensor([0, *accumulate(self.lengths)])
 
     def reads(self, width: int) -> Tensor:
-        """Which rows a convolution of this width reads (`slime.models.delta_rule.reached`)."""
+        """Return the rows that a convolution reads (`slime.models.delta_rule.reached`)."""
         if width not in self._reads:
             self._reads[width] = reached(self.lengths, self.parents, width).to(self.device)
         return self._reads[width]
@@ -165,26 +164,25 @@ class DeltaRuns:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of packed sequences, plus what is worth computing once per
+    """Megatron's description of packed sequences, plus values that are computed once per
     micro-batch.
 
     Attributes:
-        lengths: tokens of each sequence, padding sequence included.
+        lengths: tokens of each sequence, including the padding sequence.
         positions: int64 [T], 0-based within each sample.
-        branches: the same by prompt and responses: of each sequence the length of its prompt and of
-            each branch behind it.
+        branches: for each sequence the length of its prompt and of each branch that continues it;
+            the sums are ``lengths``.
         padded: the same tokens as dense blocks; None for the packed kernel.
-        rotary: (cos, sin) of every position for each rotary embedding of the model's layers, filled
-            by the model on first use.
-        query_factors: [T, 1, 1], on the queries of every position, filled likewise; None for models
-            whose queries do not grow.
-        context: how the tokens are divided over a context-parallel group; None where one rank has
-            all.
-        routing: what the routers of experts are told; None for dense models.
-        rotary_positions: int64 [3, T], in time, row and column, for models that see images; None:
-            ``positions`` serve for all three.
-        images: in place of some tokens; None where there are none.
-        seen: the same for the rank's own part of the tokens, filled by the model.
+        rotary: (cos, sin) of every position for each rotary embedding of the model's layers; the
+            model sets it on first use.
+        query_factors: [T, 1, 1], factors of the queries by position, set with ``rotary``; None for
+            models without query scaling.
+        context: how the tokens are split over a context-parallel group; None if one rank has all.
+        routing: instructions to the expert routers; None for dense models.
+        rotary_positions: int64 [3, T], positions in time, row and column, for models that see
+            images; None if ``positions`` are used for all three.
+        images: images that replace some tokens; None if there are none.
+        seen: ``images`` restricted to the rank's own part of the tokens; the model sets it.
     """
 
     lengths: list[int] = field(default_factory=list)
@@ -201,24 +199,24 @@ class PackedSequences(PackedSeqParams):
 
     @cached_property
     def delta_runs(self) -> DeltaRuns:
-        """All tokens of the micro-batch, as gated delta nets see them."""
+        """All tokens of the micro-batch, as input of gated delta nets."""
         return DeltaRuns.of(self.branches, self.cu_seqlens_q.device)
 
 
 @dataclass
 class PackedMicroBatch:
-    """See the module's drawing. N = sum of ``response_lengths``; all tensors on the trainer's
-    device.
+    """See the module's diagram. N = sum of ``response_lengths``. Tensors are on the trainer's
+    device unless stated otherwise.
 
     Attributes:
-        samples: indices into the `TrainBatch` of this rank; rows and targets are in their order.
+        samples: indices into this rank's `TrainBatch`; rows and targets are in this order.
         response_lengths: int64 [samples].
         num_tokens: T, over all ranks of a context-parallel group.
-        origins: int64 [T], in host memory: which of the samples' tokens (one after the other, last
-            ones included) each token is, -1 for padding.
-        copies: float32 [T], in host memory: how many of the samples each token belongs to; more
+        origins: int64 [T], in host memory: the index of each token in the concatenated samples
+            (including their last tokens), -1 for padding.
+        copies: float32 [T], in host memory: number of samples to which each token belongs; more
             than 1 for a shared prompt, 0 for padding.
-        kept: the tokens that each of ``targets`` was sampled from; None: from the whole vocabulary.
+        kept: the tokens from which each target was sampled; None: the whole vocabulary.
     """
 
     samples: list[int]
@@ -233,7 +231,7 @@ class PackedMicroBatch:
     kept: KeptTokens | None = None
 
     def split(self, values: Tensor) -> list[Tensor]:
-        """Flat [N] values as one tensor per sample."""
+        """Split flat values [N] into one tensor [R_i] per sample."""
         return list(torch.split(values, self.response_lengths.tolist()))
 
 
@@ -242,17 +240,17 @@ class PackingOptions:
     """How to lay samples out.
 
     Attributes:
-        device: where the tensors go.
-        multiple: the total length is padded to a multiple of it (sequence parallelism, kernels).
-        at_least: and to this length or more (a pipeline that wants all micro-batches alike).
+        device: device of the tensors.
+        multiple: the total length is padded to a multiple of this (sequence parallelism, kernels).
+        at_least: minimum of the padded length (pipelines that need equal micro-batches).
         dense: attention runs on dense blocks (CPU; float32) instead of a kernel for packed
             sequences.
-        pair_cost: what a pair of query and key costs in attention, as a fraction of what a token
-            costs everywhere else. Samples share a prompt where that is cheaper by this measure.
-            None: never share (kernels without branches).
+        pair_cost: cost of one query-key pair in attention, relative to the cost of one token in
+            everything else. Samples share a prompt if that is cheaper by this estimate. None: never
+            share (kernels that do not support branches).
         context: the context-parallel group; its size divides ``multiple``.
-        read_image: prepares images, for a model that sees them.
-        has_tower: this rank computes their features; others need their positions alone.
+        read_image: prepares images, for a model that sees them; None for other models.
+        has_tower: this rank computes image features; other ranks need only the positions.
     """
 
     device: torch.device
@@ -277,15 +275,14 @@ def pack(
     """Pack the given samples of a rank into one micro-batch.
 
     Args:
-        samples: indices into ``tokens`` and ``response_lengths``; empty for a rank that has nothing
-            left to train, which then computes on a sequence of padding to take part in every
-            collective.
-        tokens: int64 [L_i], prompt and response.
-        masks: payloads of the batch, of which the sampling mask is packed, too.
-        media: images of each sample; empty where no sample has any.
-        images: the bytes of each image.
+        samples: indices into ``tokens`` and ``response_lengths``; empty for a rank without samples
+            left, which computes on a sequence of padding to take part in all collectives.
+        tokens: prompt and response of each sample, int64 [L_i].
+        masks: payloads of the batch; the sampling mask among them is packed too.
+        media: images of each sample; empty if no sample has any.
+        images: reference of an image → its encoded bytes.
     Raises:
-        ValueError: a sample whose response leaves no prompt token to predict its first token from.
+        ValueError: a sample has no prompt token from which to predict its first response token.
 
     Example:
         >>> mb = pack([0], [torch.tensor([7, 8, 9])], [2], PackingOptions(torch.device("cpu")))
@@ -357,7 +354,8 @@ def _kept_tokens(
     masks: Mapping[str, Sequence[Tensor]],
     device: torch.device,
 ) -> KeptTokens | None:
-    """The sampling mask of response tokens, numbered over all samples, in the given order."""
+    """Pack the sampling mask. ``order`` selects response tokens by their number over all
+    samples."""
     if "sampling_mask_offsets" not in masks:
         return None
     ids = [_NONE]
@@ -385,8 +383,8 @@ _NONE = torch.zeros(0, dtype=torch.long)
 
 @dataclass(frozen=True)
 class _TokenStream:
-    """The tokens of a micro-batch one after the other, in host memory; see `PackedMicroBatch` for
-    the attributes."""
+    """The concatenated tokens of a micro-batch, in host memory; see `PackedMicroBatch` for the
+    attributes."""
 
     tokens: Tensor
     positions: Tensor
@@ -398,7 +396,7 @@ class _TokenStream:
     features: Tensor | None = None
 
     def stripe(self, split: ContextSplit) -> _TokenStream:
-        """Return the part that a rank of a context-parallel group holds."""
+        """Return the stripe of this rank of the context-parallel group."""
         stripe = split.place.stripe
         return _TokenStream(
             tokens=stripe(self.tokens),
@@ -421,7 +419,7 @@ def _lay_out(
     options: PackingOptions,
     media: SampleMedia | None,
 ) -> _TokenStream:
-    """Prompts, the responses behind them, and the padding."""
+    """Concatenate prompts, each followed by its responses, and padding."""
     lengths = [tokens[i].numel() for i in samples]
     before = list(accumulate(lengths, initial=0))
     prompts = [
@@ -493,8 +491,8 @@ def _families(
     pair_cost: float | None,
     media: SampleMedia | None,
 ) -> list[list[int]]:
-    """Group the samples that are computed together behind one prompt, images included; each is
-    alone if ``pair_cost`` is None."""
+    """Group the samples that share one computation of their prompt, including images; with
+    ``pair_cost`` None each sample is its own group."""
     if pair_cost is None:
         return [[i] for i in range(len(prompts))]
     by_prompt: dict[tuple[bytes, bytes], list[int]] = {}
@@ -512,12 +510,12 @@ def _families(
 
 
 def branches_per_prompt(prompt: int, response: float, siblings: int, pair_cost: float) -> int:
-    """How many of ``siblings`` should share one computation of their prompt.
+    """Return how many of ``siblings`` should share one computation of their prompt.
 
-    A family of m costs ``prompt + m · response`` tokens and that squared pairs in a dense attention
-    block.
+    A group of m samples costs t = ``prompt + m · response`` tokens, and t² pairs in a dense
+    attention block.
 
-    Example (a long prompt is shared by all; long responses are better off alone):
+    Example (all share a long prompt; with long responses sharing costs more):
         >>> (branches_per_prompt(45, 12, 8, pair_cost=1 / 900),
         ...  branches_per_prompt(45, 500, 8, pair_cost=1 / 900))
         (8, 1)
@@ -532,7 +530,7 @@ def branches_per_prompt(prompt: int, response: float, siblings: int, pair_cost: 
 
 
 def _describe(branches: list[list[int]], options: PackingOptions) -> PackedSequences:
-    """The whole stream, as attention sees it; positions are a rank's own."""
+    """Describe the full token stream for attention, without the rank's positions."""
     lengths = [sum(family) for family in branches]
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return PackedSequences(
@@ -551,11 +549,11 @@ def _describe(branches: list[list[int]], options: PackingOptions) -> PackedSeque
 
 
 def padded_layout(branches: Sequence[Sequence[int]]) -> PaddedLayout:
-    """Group sequences by length so that little is padded.
+    """Group sequences by length to reduce padding.
 
     Args:
-        branches: per sequence the length of its prompt and of each response branch behind it; [n]
-            for a plain one.
+        branches: per sequence the length of its prompt and of each response branch; [n] for a
+            sequence without branches.
 
     Example:
         >>> layout = padded_layout([[3], [2]])
@@ -600,7 +598,7 @@ def _blocks_by_length(lengths: Sequence[int]) -> list[list[int]]:
 
 def _block(branches: Sequence[Sequence[int]], length: int) -> AttentionBlock:
     causal = torch.ones(length, length, dtype=torch.bool).tril_()
-    # a single response simply goes on from its prompt
+    # a single response continues its prompt and needs no mask beyond the causal one
     branched = any(len(parts) > 2 for parts in branches)
     allowed = causal[None, None]
     positions = torch.arange(length)[None]
@@ -617,7 +615,7 @@ def _bias(allowed: Tensor) -> Tensor:
 
 
 def _positions(parts: Sequence[int], length: int) -> Tensor:
-    """Return the position of each cell in its sample; each branch goes on from the prompt."""
+    """Return the position of each cell in its sample; each branch continues the prompt."""
     prompt, *others = parts
     found = torch.cat(
         [torch.arange(prompt), *(torch.arange(prompt, prompt + own) for own in others)]

@@ -1,4 +1,4 @@
-"""Process groups of the trainer and this rank's place in them."""
+"""Process groups of the trainer and this rank's position in them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from slime.trainer.ranks import Ranks
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The place of a trainer process among all; made by whoever starts the processes.
+    """The position of a trainer process among all; the code that starts the processes builds it.
 
     Attributes:
-        rank, world_size: global.
-        local_rank: which GPU of its host it uses.
-        master_addr, master_port: where rank 0 listens for the rendezvous.
+        rank, world_size: over all hosts.
+        local_rank: index of the process's GPU on its host.
+        master_addr, master_port: address at which rank 0 listens for the rendezvous.
     """
 
     rank: int
@@ -37,15 +37,15 @@ class RankInfo:
 
 
 def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None = None) -> Ranks:
-    """Join the process group, make Megatron's groups by the layout in ``config``, seed the
-    generators.
+    """Join the process group, create Megatron's groups for the layout in ``config``, and seed the
+    random generators.
 
-    A collective of any of these groups fails after ``--distributed-timeout-minutes``.
+    Collectives of all these groups time out after ``--distributed-timeout-minutes``.
 
     Args:
-        virtual_stages: model chunks per pipeline rank, None without interleaving.
+        virtual_stages: model chunks per pipeline rank; None without interleaving.
     Returns:
-        This rank's place, and what the ranks work out together.
+        This rank's position, with helpers for collectives.
     Raises:
         UserError: the world size is not a multiple of tensor × pipeline × context parallel sizes.
     """
@@ -63,7 +63,7 @@ def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None =
             fix="change --actor-num-nodes × --actor-num-gpus-per-node, or the parallel sizes",
         )
     if rank_info.master_addr.startswith("127."):
-        # Megatron also makes groups of gloo, which would look up a host name that need not resolve
+        # Megatron also creates gloo groups, which would look up a host name that may not resolve
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(minutes=config.cluster.distributed_timeout_minutes)
     dist.init_process_group(
@@ -83,7 +83,7 @@ def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None =
         distributed_timeout_minutes=config.cluster.distributed_timeout_minutes,
     )
     for group in parallel_state._global_process_group_list or ():
-        # Megatron makes one of the gloo groups with torch's default
+        # Megatron creates one of the gloo groups with torch's default timeout
         if group is not None and dist.get_backend(group) == "gloo":
             dist.distributed_c10d._set_pg_timeout(timeout, group)
     seed_generators(config.train.seed)
@@ -100,7 +100,7 @@ def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None =
 
 
 def _store(info: RankInfo, timeout: datetime.timedelta) -> dist.Store:
-    """Return the rendezvous store, which rank 0 serves, or torchrun if that started the ranks."""
+    """Return the rendezvous store. Rank 0 serves it, or torchrun if it started the ranks."""
     address = info.master_addr
     port = info.master_port
     if info.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -111,17 +111,17 @@ def _store(info: RankInfo, timeout: datetime.timedelta) -> dist.Store:
 
 
 def shut_down() -> None:
-    """Leave all groups; a process may `initialise` again afterwards, also with another layout."""
+    """Leave all groups; a process may `initialise` again afterwards, even with another layout."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def train_layout(config: Config) -> TrainLayout:
-    """Return what packing must know of the layout."""
+    """Return the part of the layout that packing needs."""
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    # Megatron's schedule goes through virtual stages by groups of micro-batches, and stops at a
-    # part of one
+    # Megatron's interleaved schedule processes groups of micro-batches and fails for an incomplete
+    # group
     group = config.megatron.transformer.get("microbatch_group_size_per_vp_stage")
     multiple = group or config.megatron.pipeline_model_parallel_size
     return TrainLayout(
@@ -132,6 +132,6 @@ def train_layout(config: Config) -> TrainLayout:
 
 
 def context_group() -> ContextGroup:
-    """The ranks that share a micro-batch with this one."""
+    """Return the context-parallel group of this rank, whose ranks share each micro-batch."""
     group = parallel_state.get_context_parallel_group()
     return ContextGroup(group.rank(), group.size(), group)

@@ -1,5 +1,5 @@
-"""What every trainer process is, whatever it trains: its ranks, model description, packing of
-micro-batches, and writer of checkpoints."""
+"""The common part of all trainer processes: ranks, architecture, packing of micro-batches, and the
+checkpoint writer."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class TrainerProcess:
     """One rank of a group of processes that train a model together.
 
     Attributes:
-        writer: of checkpoints.
+        writer: writes checkpoints.
         failed_step: the last step, if it ended in `NonFiniteTraining`.
-        model_chunks: what it trains, as Megatron's DDP-wrapped pipeline stage(s).
-        spec, hf_config: the model's architecture, and its Hugging Face config (from `join` on).
+        model_chunks: the trained model as Megatron's DDP-wrapped pipeline stage(s).
+        spec, hf_config: the model's architecture and its Hugging Face config; `join` sets them.
     """
 
     model_chunks: list[optimizer.DataParallel]
@@ -63,7 +63,7 @@ class TrainerProcess:
         Args:
             spec: the architecture; default: that of ``--hf-checkpoint``.
         Raises:
-            UserError: a layout that fits neither the ranks nor the model.
+            UserError: the layout does not fit the ranks or the model.
         """
         config = self.config
         te_layers.check(config)
@@ -85,7 +85,7 @@ class TrainerProcess:
         self._call_hook("custom_megatron_init_path", config.train.custom_megatron_init_path)
 
     def _read_model(self) -> tuple[ModelSpec, dict[str, Any]]:
-        """Return architecture and config of ``--hf-checkpoint``."""
+        """Return architecture and Hugging Face config of ``--hf-checkpoint``."""
         flags = self.config.checkpoint
         if flags.hf_checkpoint is None:
             raise UserError(
@@ -125,7 +125,7 @@ class TrainerProcess:
         return self.ranks.is_reporting
 
     def finish_saving(self) -> None:
-        """Wait for what ``--async-save`` still writes; raises what went wrong there."""
+        """Wait until ``--async-save`` has written its checkpoint; re-raise its error, if any."""
         self.writer.wait()
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class TrainerProcess:
             multiple = megatron.tensor_model_parallel_size * padding
         context = parallel.context_group()
         multiple *= context.size
-        dense = self.ranks.device.type == "cpu" or megatron.fp32  # flash attention knows no float32
+        dense = self.ranks.device.type == "cpu" or megatron.fp32  # flash attention lacks float32
         options = PackingOptions(
             self.ranks.device,
             multiple,
@@ -162,11 +162,11 @@ class TrainerProcess:
         return forward.packed_micro_batches(batch, micro_batches, options, same_length=same_length)
 
     def _pair_cost(self) -> float | None:
-        """Dense attention per pair against matrix products per token, as measured on a CPU with
-        AVX512."""
-        if device.has_gpu():  # its packed attention kernel knows no branches
+        """Return the cost of dense attention per pair relative to matrix products per token, as
+        measured on a CPU with AVX512; None: do not share prompts."""
+        if device.has_gpu():  # the packed attention kernel does not support branches
             return None
-        # balance losses count a shared prompt once for each sample
+        # balance losses must count a shared prompt once for each sample
         if uses_balance_losses(self.model_chunks[0].config):
             return None
         return 0.65 / self.spec.transformer["hidden_size"]

@@ -5,29 +5,29 @@
     from slime.trainer.megatron.provider import default_model
 
     def provider(pre_process, post_process, vp_stage=None):
-        # as it would be without a provider
+        # the model without a provider
         model = default_model(pre_process, post_process, vp_stage)
         for layer in model.decoder.layers[:2]:
             layer.requires_grad_(False)
         return model
 
-What it returns must be a `PolicyModel` (a megatron-core ``GPTModel`` whose forward pass takes
-packed micro-batches and gives log-probs); start from `default_model`, or derive a class from it.
-Its parameters need the names that they have without a provider: conversion from and to Hugging
-Face refuses a name that the model family's table does not have.
+It must return a `PolicyModel` (a megatron-core ``GPTModel`` whose forward pass takes packed
+micro-batches and returns log-probs): start from `default_model`, or return a subclass. Parameters
+must have the same names as without a provider: conversion from and to Hugging Face refuses names
+that are not in the model family's table.
 
 ``--spec MODULE NAME``:
 
     from slime.trainer.megatron.provider import default_layer_spec
 
     def my_spec(args, config, vp_stage):
-        block = default_layer_spec(args, config, vp_stage)  # as it would be without --spec
+        block = default_layer_spec(args, config, vp_stage)  # the layers without --spec
         for layer in block.layer_specs:
             layer.submodules.self_attention.module = MyAttention
         return block
 
-Megatron's own attention, norms and experts in a specification are replaced by the trainer's, which
-take packed sequences; other modules are left as they are. Attention of the user's own derives from
+The trainer replaces Megatron's attention, norms and experts in a specification by its own, which
+take packed sequences, and keeps other modules. Custom attention must derive from
 ``PackedSelfAttention`` or ``PackedMLASelfAttention``.
 """
 
@@ -50,17 +50,16 @@ from slime.user_code.loading import user_function
 Build = Callable[[bool, bool, int | None], Any]
 Layers = Callable[[TransformerConfig, int | None], TransformerBlockSubmodules]
 
-#: The defaults that the functions below hand out while a user's function runs, innermost last.
+#: The defaults that the functions below return while a user's function runs, innermost last.
 _building: list[Build] = []
 _specifying: list[Layers] = []
 
 
 def default_model(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any:
-    """Build the stage as it is without a provider; providers call this while the trainer builds its
-    model.
+    """Build the stage as without a provider. Only a provider may call this.
 
     Raises:
-        UserError: called at another time.
+        UserError: called outside of a provider.
     """
     if not _building:
         raise UserError(
@@ -77,8 +76,7 @@ def provided(
     """Return the model that the provider at ``path`` builds for this stage.
 
     Raises:
-        UserError: it returned something else than a ``wanted``, or one for another place in the
-            pipeline.
+        UserError: it did not return a ``wanted``, or returned one for another pipeline stage.
     """
     with _offering(_building, build):
         model = user_function(path, "--custom-model-provider-path")(first, last, vp_stage=vp_stage)
@@ -103,11 +101,10 @@ def provided(
 def default_layer_spec(
     args: Any, config: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Return the layers as they are without ``--spec``; its functions call this while the trainer
-    builds its model.
+    """Return the layers as without ``--spec``. Only the function of ``--spec`` may call this.
 
     Raises:
-        UserError: called at another time.
+        UserError: called outside of that function.
     """
     if not _specifying:
         raise UserError(
@@ -128,7 +125,7 @@ def specified_layers(
     """Return the layers that the function or object of ``--spec`` gives for this stage.
 
     Raises:
-        UserError: it gave something else than layers, or another number of them than the stage has.
+        UserError: it did not return layers, or not as many as the stage has.
     """
     path = ":".join(spec)
     found = user_function(path, "--spec")

@@ -1,17 +1,17 @@
-"""Instructions to the routers of experts: which tokens are padding, what balance losses weigh, and
-which experts to use again.
+"""Instructions to the routers of experts: which tokens are padding, the scale of balance losses,
+and which experts to replay.
 
-A policy whose experts are chosen anew in every pass is compared with itself under other experts: a
-token near the border between two experts gets another log-prob from the engine, from the old-policy
-pass and from training, without a change of weights. Replay takes the experts of one pass for the
-others (arXiv:2507.18071, section 5.3, and arXiv:2510.11370); their weights still come from the
-current router, so that it learns.
+If every pass chooses experts anew, engine, old-policy pass and training may choose different ones
+for a token whose scores are close. Its log-prob then differs although the weights did not change.
+Replay uses the experts of one pass in the others (arXiv:2507.18071, section 5.3, and
+arXiv:2510.11370). The experts' weights still come from the current router, so that the router
+learns.
 
     --use-routing-replay           old-policy pass ─ records ─► training (recompute included)
     --use-rollout-routing-replay   engine ─ TrainBatch.payloads ─► old-policy pass, training
 
-The reference pass routes by itself: it has a router of its own. So does every pass for tokens that
-the engine did not compute, such as the answer of a tool at a sample's end.
+The reference pass uses its own router. Every pass routes tokens itself that the engine did not
+compute, such as a tool's answer at the end of a sample.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ Source = Literal["none", "policy", "engine"]
 
 @dataclass
 class RoutingGuide:
-    """Tells the routers of one rank about each micro-batch. Made by `guide_for`; there is none for
-    dense models.
+    """Instructs the routers of one rank for each micro-batch. `guide_for` builds it; dense models
+    have none.
 
     Attributes:
-        source: whose experts are replayed.
-        counts_ahead: a step needs a pass before it that counts the experts' shares of the whole
+        source: the pass whose experts are replayed.
+        counts_ahead: before each step, an extra pass counts the tokens per expert of the whole
             step (``global_aux_loss``).
-        num_layers, num_experts, topk: of the whole model.
-        recorded: choices of the old-policy pass, by the samples of the micro-batch.
-        biases: of the routers whose bias moves, before the step under way.
+        num_layers, num_experts, topk: counts of the whole model.
+        recorded: choices of the old-policy pass; the key is the samples of the micro-batch.
+        biases: (bias, its value before the current step) of each router whose bias is updated.
     """
 
     layers: list[ExpertLayer]
@@ -75,14 +75,14 @@ class RoutingGuide:
         which: Pass,
         gradient_scale: float = 0.0,
     ) -> None:
-        """Before a pass: give each micro-batch its `Routing`. Collective in training when balance
+        """Give each micro-batch its `Routing` before a pass. Collective in training when balance
         losses are on.
 
         Args:
             gradient_scale: undoes Megatron's averaging over micro-batches and ranks (training
                 only).
         Raises:
-            UserError: the engine's experts are to be replayed and are missing or of the wrong
+            UserError: the engine's experts should be replayed, but are missing or have the wrong
                 shape.
         """
         scale = 0.0
@@ -113,7 +113,7 @@ class RoutingGuide:
                 self._set_choices(micro_batch, batch, which)
 
     def sum_counts(self) -> None:
-        """After the pass that counts: the shares of all ranks. Collective."""
+        """Sum the counts over all ranks after the counting pass. Collective."""
         if not self.layers:
             return
         counts = torch.stack([layer.router.statistics.step_counts for layer in self.layers])
@@ -125,22 +125,22 @@ class RoutingGuide:
             layer.router.statistics.step_counts.copy_(total)
 
     def take_back_biases(self) -> None:
-        """The step is not applied: Megatron moves the routers' biases when gradients are complete,
-        before anybody has looked at them."""
+        """Restore the routers' biases if the step is not applied: Megatron updates them when it
+        finalises gradients, before the gradients are checked."""
         for bias, before in self.biases:
             bias.copy_(before)
 
     def forget(self) -> None:
-        """The rollout is trained: its recorded choices are of no more use."""
+        """Drop the recorded choices after training on the rollout."""
         self.recorded.clear()
 
     def step_metrics(self) -> dict[str, float]:
-        """Balance of the step's experts; see `balance_metrics`. Collective."""
+        """Return the load balance of the step's experts; see `balance_metrics`. Collective."""
         return balance_metrics(self.layers, self.gradient_scale)
 
     def _tokens_of_step(self, micro_batches: Sequence[PackedMicroBatch]) -> float:
-        """Real tokens over all data-parallel ranks (each token once: context-parallel ranks hold
-        different ones)."""
+        """Return the number of real tokens over all data-parallel and context-parallel ranks, which
+        hold different tokens."""
         mine = sum(micro_batch.copies.sum().item() for micro_batch in micro_batches)
         total = torch.tensor(mine, device=torch.cuda.current_device())
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -150,7 +150,7 @@ class RoutingGuide:
 
     @staticmethod
     def _sequence(micro_batch: PackedMicroBatch, batch: TrainBatch) -> Tensor:
-        """Number of the sample within the micro-batch that each token belongs to."""
+        """Return each token's sample, as its index within the micro-batch."""
         lengths = torch.tensor(
             [batch.tokens[i].numel() for i in micro_batch.samples], dtype=torch.long
         )
@@ -173,11 +173,11 @@ class RoutingGuide:
     def _take_from_engine(
         self, routing: Routing, micro_batch: PackedMicroBatch, batch: TrainBatch
     ) -> None:
-        """Set ``choices`` and ``unknown``, of the tokens that this rank routes."""
+        """Set ``choices`` and ``unknown`` for the tokens that this rank routes."""
         rows = micro_batch.origins
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         rows = rows.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
-        # padding has no choices of its own; spread, it leaves no expert with all of it
+        # padding has no recorded choices; spread it evenly over the experts
         slots = torch.arange(rows.numel())[:, None] * self.topk + torch.arange(self.topk)
         spread = (slots % self.num_experts)[:, None].expand(-1, self.num_layers, -1)
         if not micro_batch.samples:
@@ -199,8 +199,8 @@ class RoutingGuide:
         routing.choices = {number: chosen[:, number - 1] for number in numbers}
 
     def _experts_of(self, batch: TrainBatch, sample: int) -> Tensor:
-        """[L - 1, layers, k] of one sample: the engine never sees a sample's last token. Rows of
-        -1: nor these."""
+        """Return the experts of one sample, [L - 1, layers, k]: the engine never computes a
+        sample's last token. Other tokens that it did not compute have rows of `UNKNOWN`."""
         name = f"sample {batch.sample_indices[sample]}"
         column = batch.payloads.get("routed_experts")
         if column is None:
@@ -233,7 +233,7 @@ class RoutingGuide:
                 why=f"the model has {self.num_experts} experts per layer",
                 fix="let the engine serve the model that is trained",
             )
-        missing = expected - len(experts)  # tokens that were appended after the engine's answer
+        missing = expected - len(experts)  # tokens appended after the engine's last output
         self._check_trained_tokens(batch, sample, torch.cat([unknown, unknown.new_ones(missing)]))
         return torch.cat(
             [experts, experts.new_full((missing, self.num_layers, self.topk), UNKNOWN)]
@@ -241,11 +241,11 @@ class RoutingGuide:
 
     @staticmethod
     def _check_trained_tokens(batch: TrainBatch, sample: int, unknown: Tensor) -> None:
-        """Row p says with which experts token p + 1 was sampled. Only a token that nobody sampled
-        can lack it.
+        """Check that every trained token has the experts with which it was sampled: row p of the
+        experts belongs to token p + 1.
 
         Raises:
-            UserError: a token that is trained on has no row.
+            UserError: a token with loss mask > 0 has no experts.
         """
         length = batch.response_lengths[sample]
         masks = (batch.loss_masks[sample] > 0).cpu()
@@ -262,7 +262,7 @@ class RoutingGuide:
 
 
 def guide_for(chunks: Sequence[nn.Module], spec: ModelSpec, config: Config) -> RoutingGuide | None:
-    """The guide of a model with experts, None for a dense one."""
+    """Return the guide of a model with experts; None for a dense model."""
     if not spec.num_experts:
         return None
     source: Source = "policy" if config.train.use_routing_replay else "none"

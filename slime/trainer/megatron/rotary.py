@@ -1,5 +1,5 @@
-"""Rotary position embedding: angles once per micro-batch instead of twice per layer, for every
-sequence of the pack."""
+"""Rotary position embedding of packed sequences, with angles computed once per micro-batch instead
+of twice per layer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from slime.algorithms.fusion import fused
 
 
 class RotaryAngles:
-    """cos and sin for packed positions, in the dtype that queries and keys have.
+    """cos and sin for packed positions, in the dtype of queries and keys.
 
     Args:
-        axes: int64 [dim / 2], which row of three positions turns each pair; None for models whose
-            tokens have one position.
+        axes: int64 [dim / 2], which of a token's three positions rotates each pair; None for models
+            whose tokens have one position.
     """
 
     def __init__(

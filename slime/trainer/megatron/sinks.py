@@ -1,11 +1,11 @@
-"""Attention with sinks: each head has a learned score s that no token has, which takes its share of
-the softmax (gpt-oss).
+"""Attention with sinks: each head has a learned score s, which belongs to no token and takes part
+in the softmax (gpt-oss).
 
     p = softmax([scores | s]) without its last column
 
-No kernel has to know. Of any that returns the log-sum-exp of the scores, the output changes by one
-factor, and with these two the kernel's own backward pass gives the gradients of queries, keys and
-values:
+Every kernel that returns the log-sum-exp of the scores can be used. Its output is multiplied by a
+factor, and with the changed output and log-sum-exp its own backward pass gives the gradients of
+queries, keys and values:
 
     out' = out · sigmoid(lse - s)      lse' = logaddexp(lse, s)
     ds   = -Σ exp(s - lse') · ⟨dout, out'⟩, over all rows of the head
@@ -31,7 +31,7 @@ class Kernel(Protocol):
     """Attention without sinks."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output, shaped as ``query`` [..., dim], and the log-sum-exp of each row's
+        """Return the output in the shape of ``query`` [..., dim], and the log-sum-exp of each row's
         scores, float32 [...]."""
 
     def backward(
@@ -43,12 +43,12 @@ class Kernel(Protocol):
 def attend_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: Kernel
 ) -> Tensor:
-    """Attend by ``kernel``, with a sink for each head.
+    """Attend with ``kernel`` and one sink per head.
 
     Args:
-        sinks: scores, one per head; shaped so that they broadcast to the kernel's log-sum-exp.
+        sinks: scores, one per head, in a shape that broadcasts to the kernel's log-sum-exp.
     Returns:
-        Shaped as ``query``.
+        The output, in the shape of ``query``.
     """
     return cast(Tensor, _AttendWithSinks.apply(query, key, value, sinks, kernel))
 
@@ -95,7 +95,7 @@ class _PackedKernel:
             False, **self._options,
         )  # fmt: skip
         self._state = state, unused
-        return out, lse.t()  # the kernel has the heads first
+        return out, lse.t()  # the kernel returns [heads, T]
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
@@ -109,8 +109,8 @@ class _PackedKernel:
 
 
 class _BlockKernel:
-    """torch's flash attention of the CPU on a dense block: [B, heads, L, dim] each, as many heads
-    of keys as of queries."""
+    """torch's CPU flash attention on a dense block: query, key and value [B, heads, L, dim] with
+    equal numbers of heads."""
 
     def __init__(self, block: AttentionBlock, scale: float, dtype: torch.dtype) -> None:
         self._options: dict[str, Any] = {"scale": scale}
@@ -136,8 +136,8 @@ class _BlockKernel:
 def explicit_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bias: Tensor, scale: float
 ) -> Tensor:
-    """The definition: [B, heads, L, dim] each, ``sinks`` [heads], ``bias`` 0 or -inf [B or 1, 1, L,
-    L]."""
+    """Attend by the definition: query, key, value [B, heads, L, dim], ``sinks`` [heads], ``bias`` 0
+    or -inf [B or 1, 1, L, L]."""
     scores = torch.matmul(query, key.transpose(-1, -2)).float() * scale + bias
     column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
     weights = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
@@ -145,9 +145,9 @@ def explicit_with_sinks(
 
 
 class SinkAttention(PackedAttention):
-    """`PackedAttention` with sinks: ``softmax_offset``, by Megatron's name, [heads of this rank].
+    """`PackedAttention` with sinks in ``softmax_offset`` (Megatron's name) [heads of this rank].
 
-    On a GPU by torch's own kernel; Transformer Engine's layers have it between them, too.
+    On a GPU it uses torch's own kernel, also between Transformer Engine's layers.
     """
 
     def __init__(
@@ -163,8 +163,8 @@ class SinkAttention(PackedAttention):
         tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def _sinks(self, heads: int, sequences: PackedSequences) -> Tensor:
-        """Return those of the heads that this rank attends with: under context parallelism, a part
-        of the tensor-parallel rank's."""
+        """Return the sinks of the ``heads`` that this rank computes; under context parallelism,
+        these are a part of the tensor-parallel rank's heads."""
         context = sequences.context
         if context is None:
             return self.softmax_offset
@@ -189,7 +189,7 @@ class SinkAttention(PackedAttention):
         if key.size(2) != heads:
             key, value = (x.repeat_interleave(heads // x.size(2), dim=2) for x in (key, value))
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        if query.is_cuda:  # float32, which its kernel has not
+        if query.is_cuda:  # float32, which the GPU's flash attention does not support
             return explicit_with_sinks(q, k, v, sinks, block.bias, self.scale).transpose(1, 2)
         kernel = _BlockKernel(block, self.scale, query.dtype)
         return attend_with_sinks(q, k, v, sinks[:, None], kernel).transpose(1, 2)
@@ -200,7 +200,7 @@ class SinkAttention(PackedAttention):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """Return this rank's heads as a part of the whole."""
+        """Return this rank's sinks as a shard of those of all heads."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets
         )

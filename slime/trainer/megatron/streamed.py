@@ -4,9 +4,9 @@
                         │ ▲
     GPU             [ slot 0 ] [ slot 1 ] [ slot 2 ]          gradients and weights stay here
 
-While one bucket is updated, the next one is on its way to the GPU and the previous one on its way
-back, each on a CUDA stream of its own. The update is the inner torch optimizer's own step over
-views of a slot, so the numbers are those of an optimizer whose states are on the GPU.
+While one bucket is updated, the next is copied to the GPU and the previous one back, each on its
+own CUDA stream. The update is the inner torch optimizer's step over views of a slot, so results
+equal those of an optimizer whose states are on the GPU.
 
 `StreamedStates` replaces the step of a torch optimizer. `StreamedOptimizer` is Megatron's
 distributed optimizer with its float32 master weights in host memory too
@@ -32,8 +32,8 @@ from slime.memory.trainer import STREAM_BUCKET, STREAM_SLOTS
 from slime.processes.pinned_memory import host_buffer
 from slime.trainer.megatron import device
 
-#: Parameters start at multiples of this many elements in the host's buffers, and buckets are a
-#: multiple long, so that kernels see the same vectors wherever a parameter is cut.
+#: Parameters start at multiples of this many elements in the host's buffers, and bucket sizes are
+#: multiples of it, so that kernels vectorise equally wherever a parameter is split.
 ALIGNMENT = 64
 
 
@@ -42,11 +42,11 @@ class Member:
     """A parameter whose states are in host memory.
 
     Attributes:
-        main: the optimizer's parameter: a master in host memory, or a tensor on the device of
-            which only the moments are on the host.
+        main: the optimizer's parameter: a master weight in host memory, or a tensor on the device
+            with only its moments in host memory.
         offset: its first element in the host's buffers.
-        weights: flat weights of the model, which a master in host memory is copied to after its
-            update.
+        weights: the model's flat weights, to which a master in host memory is copied after its
+            update; None for a tensor on the device.
     """
 
     main: Tensor
@@ -59,8 +59,8 @@ class _PartOfMember:
     """The elements of a member that lie in one bucket.
 
     Attributes:
-        start, end: its elements of the parameter.
-        at: where they start in the bucket.
+        start, end: range of elements of the parameter.
+        at: their first index in the bucket.
     """
 
     member: Member
@@ -77,7 +77,7 @@ class _Bucket:
 
 
 class _Slot:
-    """Device memory for a bucket, and the events that hand it from stream to stream."""
+    """Device memory for a bucket, and the events that order the streams' use of it."""
 
     def __init__(self, host: Mapping[str, Tensor], numel: int) -> None:
         where = torch.cuda.current_device()
@@ -93,7 +93,7 @@ def host_states(numel: int, dtype: torch.dtype) -> Tensor:
     """Return a flat tensor of zeros in host memory, page-locked where there is a GPU."""
     pin = device.has_gpu()
     buffer = host_buffer(numel * dtype.itemsize, pin=pin)
-    # pages that were mapped for it are zeros, and a pass over them takes seconds
+    # newly mapped pinned pages are zeros already, and zeroing them again takes seconds
     return (buffer if pin else buffer.zero_()).view(dtype)
 
 
@@ -120,17 +120,17 @@ def state_names(inner: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 class StreamedStates:
-    """Keeps states of a torch optimizer in host memory and does its step bucket by bucket.
+    """Keeps states of a torch optimizer in host memory and performs its step bucket by bucket.
 
-    Parameters that are no members keep their states on the device and are updated as ever.
-    ``inner.state`` shows views of the host's buffers, so checkpoints read and fill these.
+    Other parameters than ``members`` keep their states on the device and are updated as usual.
+    ``inner.state`` has views of the host's buffers, so checkpoints read and fill these.
 
     Args:
-        inner: the optimizer; its ``step`` is replaced by `install`.
-        members: with rising offsets.
-        masters: the flat buffer that holds masters of members, if any are in host memory.
-        dtypes: of states that are kept in less than float32. These are computed in float32 and
-            rounded stochastically.
+        inner: the optimizer; `install` replaces its ``step``.
+        members: parameters in order of their offsets.
+        masters: flat buffer of the members' master weights, if any are in host memory.
+        dtypes: storage dtypes of states below float32. These are computed in float32 and rounded
+            stochastically.
     Attributes:
         bucket: elements of a bucket, a multiple of `ALIGNMENT`.
         host: the flat buffers in host memory, by the name of the state.
@@ -170,8 +170,8 @@ class StreamedStates:
         masters: Tensor | None = None,
         dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> StreamedStates:
-        """Make ``inner.step()`` stream from now on; without ``members``, for all parameters of a
-        fresh optimizer, whose moments alone go to the host."""
+        """Make ``inner.step()`` stream its states. By default members are all parameters of a new
+        optimizer, and only their moments are in host memory."""
         chosen = _all_of(inner) if members is None else members
         states = StreamedStates(inner, chosen, masters, dtypes)
         inner.step = states.step  # type: ignore[method-assign, assignment]
@@ -194,7 +194,7 @@ class StreamedStates:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Forget moments and step counts; the memory stays."""
+        """Reset moments and step counts; keep the members' buffers."""
         for main in self._resident:
             self.inner.state.pop(main, None)
         for state in self._states():
@@ -257,8 +257,8 @@ class StreamedStates:
         return [self.inner.state[member.main] for member in self.members]
 
     def _noise(self) -> torch.Generator | None:
-        """The generator for stochastic rounding, which depends on the step count alone, so that a
-        resumed run rounds as the first one would have."""
+        """Return the generator for stochastic rounding. It depends only on the step count, so that
+        a resumed run rounds as an uninterrupted one; None if all states are float32."""
         if all(flat.dtype == torch.float32 for flat in self.host.values()):
             return None
         count = self._states()[0]["step"]
@@ -302,13 +302,13 @@ class StreamedStates:
                 slot.buffers[name][:numel].copy_(round_stochastically(flat, noise))
 
     def _step_counts(self, bucket: _Bucket) -> tuple[Tensor, ...]:
-        """Copies of the members' step counts: a step adds 1 to each, and a parameter may be in
-        several buckets."""
+        """Return copies of the step counts, because each bucket's update adds 1 to them and a
+        parameter may be in several buckets."""
         counts = [self.inner.state[piece.member.main].get("step") for piece in bucket.pieces]
         return torch.stack(counts).unbind() if counts[0] is not None else ()
 
     def _call(self, groups: list[dict[str, Any]], parts: list[tuple[Tensor, Tensor]]) -> None:
-        """Let the inner optimizer update (tensor, the parameter whose group it belongs to)."""
+        """Run the inner optimizer on ``parts``: (tensor, the parameter whose group applies)."""
         chosen: dict[int, list[Tensor]] = {}
         for part, main in parts:
             chosen.setdefault(self._group_of[main], []).append(part)
@@ -325,10 +325,10 @@ def states_of(inner: torch.optim.Optimizer) -> StreamedStates | None:
 
 
 def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Round float32 values to bfloat16, up or down with probabilities that make the mean right.
+    """Round float32 values to bfloat16, up or down with probabilities that preserve the mean.
 
-    Rounding to nearest would freeze the second moment: in one step it decays by a thousandth, and
-    bfloat16 knows steps of a 128th to a 256th.
+    Rounding to nearest would freeze the second moment: it decays by a thousandth per step, while
+    bfloat16 values differ by a 128th to a 256th.
     """
     noise = torch.randint(
         0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator
@@ -381,9 +381,9 @@ def _buckets(members: Sequence[Member], size: int) -> Iterator[_Bucket]:
 class StreamedOptimizer(DistributedOptimizer):
     """Megatron's distributed optimizer with master weights and moments in host memory.
 
-    Gradients are used where Megatron's buffers have them, without a float32 copy of all. Of the
-    configuration, ``optimizer_offload_fraction`` is the share of the states that lives in host
-    memory, and ``exp_avg_dtype`` and ``exp_avg_sq_dtype`` are those of the host's buffers.
+    It reads gradients in Megatron's buffers, without a float32 copy of all of them. In the
+    configuration, ``optimizer_offload_fraction`` is the share of states in host memory, and
+    ``exp_avg_dtype`` and ``exp_avg_sq_dtype`` are the dtypes of the host's buffers.
     """
 
     def __init__(
@@ -408,8 +408,8 @@ class StreamedOptimizer(DistributedOptimizer):
         opt_group_ranges: list[Any],
         config: OptimizerConfig,
     ) -> tuple[list[Any], ...]:
-        """Let Megatron make its parts one parameter after the other, and move each master to the
-        host before the next, so that the device never holds all of them."""
+        """Let Megatron create its shards parameter by parameter, and move each master to the host
+        before the next, so that the device never holds all of them."""
         build = super()._build_model_and_main_param_groups
         everything = [parameter for group in opt_group_ranges for parameter in group["params"]]
         numels = {}
@@ -441,8 +441,8 @@ class StreamedOptimizer(DistributedOptimizer):
         return found
 
     def _place(self, main: Tensor, offset: int, weights: Tensor | None) -> None:
-        """Give an optimizer's parameter its place in the host's buffers; a master of half-precision
-        ``weights`` moves there."""
+        """Register an optimizer's parameter at an offset of the host's buffers, and move it there
+        if it is the master of half-precision ``weights``."""
         if weights is not None:
             assert self._masters is not None
             host = self._masters[offset : offset + main.numel()]
@@ -460,25 +460,25 @@ class StreamedOptimizer(DistributedOptimizer):
             for parameter, main in zip(parameters, mains, strict=True):
                 run = self._get_model_param_range_map(parameter)["param"]
                 gradient = parameter.main_grad.view(-1)[run.start : run.end]
-                # a loss scale is divided out in float32
+                # the loss scale is divided out in float32
                 main.decoupled_grad = gradient if self.grad_scaler is None else gradient.float()
 
     def _collect_main_grad_data_for_unscaling(self) -> list[Tensor]:
         return [main.decoupled_grad for main in self.get_parameters()]
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
-        """Return the gradients that count: of each parameter once over all ranks."""
+        """Return the gradients for the norm, so that each parameter counts once over all ranks."""
         counted = [
             main.decoupled_grad
             for main in self.get_parameters()
             if param_is_not_shared(main)
             and param_is_not_tensor_parallel_duplicate(main, self.tp_group)
         ]
-        # on a GPU the norm is computed in float32 whatever the gradients are
+        # on a GPU the norm is computed in float32 for gradients of any dtype
         return [one if one.is_cuda else one.float() for one in counted]
 
     def _copy_main_params_to_model_params(self) -> None:
-        """Copy the masters that are on the device; the others were copied when they passed by."""
+        """Copy the masters on the device; streamed masters were copied during the step."""
         streamed = {member.main for member in self._members}
         shards = zip(self.shard_fp32_from_float16_groups, self.shard_float16_groups, strict=True)
         for mains, weights in shards:
@@ -488,8 +488,8 @@ class StreamedOptimizer(DistributedOptimizer):
 
 
 def _offsets(numels: Mapping[Any, int], fraction: float) -> dict[Any, int]:
-    """Return the offsets in the host's buffers of the first parameters that make up ``fraction`` of
-    all elements."""
+    """Return offsets in the host's buffers for the first parameters, until they have ``fraction``
+    of all elements."""
     budget = fraction * sum(numels.values())
     offsets: dict[Any, int] = {}
     held = 0

@@ -1,15 +1,14 @@
 """Transformer Engine's layers, with ``--transformer-impl transformer_engine``.
 
-The block is the local one with each part replaced by Transformer Engine's of the same role: linear
-layers, norms, and the core of attention on packed sequences (``thd``). Norms and linear layers stay
-apart, where Megatron's own Transformer Engine spec fuses them (``LayerNormLinear``): so every
-parameter keeps the name it has locally, and converters, checkpoints and weight sync need not know
-which implementation runs.
+The block is the local one with linear layers, norms and core attention on packed sequences
+(``thd``) replaced by Transformer Engine's. Unlike Megatron's own Transformer Engine spec, it does
+not fuse norms with linear layers (``LayerNormLinear``). Parameters therefore have the same names in
+both implementations, and converters, checkpoints and weight sync work with both.
 
 FP8 flags (``--fp8-format``, ``--fp8-recipe``, …) are fields of `TransformerConfig` and reach these
 layers through it.
 
-Made for megatron-core 0.16 and the Transformer Engine that it is made for (2.9 to 2.11).
+Written for megatron-core 0.16 and the Transformer Engine versions that it supports (2.9 to 2.11).
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from slime.trainer.megatron.packed import PackedSequences
 
 
 def check(config: Config) -> None:
-    """Check that this host, which need not be the driver's, has what the flags ask for.
+    """Check that Transformer Engine is installed on this host if a flag needs it.
 
     Raises:
-        UserError: a flag needs Transformer Engine, and it is not installed here.
+        UserError: it is not installed.
     """
     error = missing(vars(config.flat()), installed=is_installed())
     if error is not None:
@@ -55,16 +54,16 @@ def transformer_arguments(config: Config) -> dict[str, Any]:
         return {"transformer_impl": "local"}
     return {
         "transformer_impl": "transformer_engine",
-        # Megatron sets Transformer Engine's environment variables by it when the model is built
+        # from it Megatron sets Transformer Engine's environment variables when it builds the model
         "attention_backend": AttnBackend[config.train.attention_backend],
     }
 
 
 def replace_parts(block: TransformerBlockSubmodules, parts: dict[type, type] | None = None) -> None:
-    """Put Transformer Engine's parts into a block spec of local ones, in place.
+    """Replace the local classes of a block spec by Transformer Engine's, in place.
 
     Args:
-        parts: local class → replacement; default: Transformer Engine's.
+        parts: local class → replacement; default: Transformer Engine's classes.
     """
     parts = parts or _parts()
     seen: set[int] = set()
@@ -95,10 +94,10 @@ def _replaced(value: Any, parts: dict[type, type]) -> Any:
 
 
 def _check_usable() -> None:
-    """Raise what keeps Megatron from importing Transformer Engine; it would only report each layer.
+    """Check that Megatron could import Transformer Engine.
 
     Raises:
-        UserError: with what went wrong.
+        UserError: Megatron could not; the message has the reason, which Megatron hides.
     """
     from megatron.core.extensions import transformer_engine as extension
 
@@ -136,7 +135,7 @@ def _attention_class() -> type:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class TEPackedAttention(TEDotProductAttention):
-        """Transformer Engine's attention in the place, and with the call, of `PackedAttention`."""
+        """Transformer Engine's attention with the interface of `PackedAttention`."""
 
         one_head_size = False
 
@@ -158,11 +157,11 @@ def _attention_class() -> type:
                     query, key, value, None, AttnMaskType.padding_causal, None, described
                 )
                 return out.view(*query.shape[:2], value.size(-1))
-            # each rank has whole sequences for some heads: its own context parallelism must stay
-            # out of it
+            # each rank has whole sequences for some heads, so Transformer Engine's own context
+            # parallelism must be off
             described.local_cp_size = 1
             heads = context.to_heads(query, key, value)
-            # fewer than it was built for; it checks
+            # the module checks this number, and has fewer groups here than it was built for
             self.num_gqa_groups_per_partition = heads[1].size(1)
             out = super().forward(*heads, None, AttnMaskType.padding_causal, None, described)
             return context.to_tokens(out.view(*heads[0].shape[:2], value.size(-1)))

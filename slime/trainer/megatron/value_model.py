@@ -21,10 +21,10 @@ from slime.trainer.records import TokenValues
 
 
 class ValueHead(torch.nn.Module):
-    """One float32 output per token, and the scale of the returns that it has learned.
+    """One float32 output per token, and the scale of the returns on which it was trained.
 
-    It starts from 0, so that the first advantages are those without a critic and do not depend on a
-    seed. Every tensor-parallel rank holds all of it and computes the same.
+    Weights start at 0, so that the first advantages equal those without a critic and do not depend
+    on a seed. Every tensor-parallel rank holds the full head and computes the same.
     """
 
     scale: Tensor
@@ -33,7 +33,7 @@ class ValueHead(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype))
         self.bias = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
-        # of `ReturnScale`; a buffer, so that checkpoints have it
+        # fields of `ReturnScale`, in a buffer so that checkpoints contain them
         self.register_buffer("scale", torch.zeros(3, dtype=torch.float64))
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -50,10 +50,10 @@ class ValueHead(torch.nn.Module):
 
 
 class RewardHead(torch.nn.Module):
-    """One float32 output per token, as transformers' sequence classifiers have it: no bias, which
-    differences of rewards do not see.
+    """One float32 output per token, like transformers' sequence classifiers. It has no bias, which
+    would cancel in differences of rewards.
 
-    It starts from 0, so that the first loss is ln 2. Every tensor-parallel rank holds all of it.
+    Weights start at 0, so that the first loss is ln 2. Every tensor-parallel rank has all of them.
     """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
@@ -73,7 +73,7 @@ class ValueModel(PolicyModel):
     def __init__(
         self, spec: ModelSpec, config: TransformerConfig, vp_stage: int | None, **kwargs: Any
     ) -> None:
-        # a tied embedding has no output layer to be tied to
+        # the head is not an output layer to which the embedding could be tied
         super().__init__(
             dataclasses.replace(spec, tie_embeddings=False), config, vp_stage, **kwargs
         )
@@ -92,8 +92,8 @@ class ValueModel(PolicyModel):
         return TokenValues(values if context is None else context.whole(values))
 
     def predicting_rows(self, hidden: Tensor, batch: PackedMicroBatch) -> Tensor:
-        """[N, H]: the hidden states before response tokens. All tensor-parallel ranks have the same
-        rows and send the same gradient back, so nothing is summed over them."""
+        """Return the hidden states before response tokens, [N, H]. All tensor-parallel ranks have
+        the same rows and the same gradient, so gradients are not summed over the ranks."""
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
@@ -102,7 +102,7 @@ class ValueModel(PolicyModel):
 
 
 class RewardModel(ValueModel):
-    """The policy's architecture whose output is a reward: a sample's loss mask chooses the token
-    at which it is read."""
+    """The policy's architecture whose output is a reward; a sample's loss mask selects the token
+    whose output is the reward."""
 
     head = RewardHead

@@ -1,6 +1,6 @@
-"""A micro-batch's distributions over the vocabulary, whose logits never exist as a whole.
+"""A micro-batch's distributions over the vocabulary, computed without the full logits.
 
-Under context parallelism a rank has the rows of its stripe; arguments and results are those of all
+Under context parallelism a rank has only the rows of its stripe; arguments and results cover all
 tokens.
 """
 
@@ -30,11 +30,11 @@ class BlockwiseVocabulary:
     `slime.trainer.records.Vocabulary`.
 
     Attributes:
-        rows: of this rank's stripe.
-        shard: the rows of the output layer that this rank has.
+        rows: the rows of this rank's stripe, and the output weight.
+        shard: the part of the vocabulary that this rank has.
         chunk_size: ``--log-probs-chunk-size``.
-        grad_accumulator: of the output layer's weight; None gives its gradient to autograd.
-        context: how the tokens are divided; None where one rank has all.
+        grad_accumulator: gradient buffer of the output weight; None: autograd gets the gradient.
+        context: how the tokens are split over ranks; None if one rank has all.
     """
 
     rows: OutputRows
@@ -64,7 +64,7 @@ class BlockwiseVocabulary:
         return self._whole(found)
 
     def _places(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which of this rank's rows are among ``tokens``, and their places there."""
+        """Return the indices of this rank's rows in ``tokens``, and their indices there."""
         if self.context is None:
             return tokens, torch.arange(tokens.numel(), device=tokens.device)
         order = self.context.order[self.context.place.rank].to(tokens.device)
@@ -76,7 +76,7 @@ class BlockwiseVocabulary:
 
     @property
     def num_tokens(self) -> int:
-        """N, over all ranks of the context group."""
+        """N, the number of rows over all ranks of the context group."""
         if self.context is None:
             return self.rows.hidden.size(0)
         return sum(order.numel() for order in self.context.order)
@@ -93,7 +93,7 @@ class BlockwiseVocabulary:
         return self._whole(found)
 
     def top_tokens(self, k: int) -> TopTokens:
-        """Return the ``k`` most likely tokens of each row, without gradient."""
+        """Return the ``k`` most likely tokens of each row, [N, k], without gradient."""
         found = top_tokens(self.rows, k, shard=self.shard, chunk_size=self.chunk_size)
         return TopTokens(self._whole(found.ids), self._whole(found.log_probs))
 
