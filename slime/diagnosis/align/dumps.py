@@ -1,6 +1,6 @@
 """Read dumps of a run as samples to compare. ``--save-debug-train-data`` holds the log-probs of
-both sides, ``--save-debug-rollout-data`` only those of the engine. Both dumps of a rollout together
-allow to compare token ids, too."""
+both sides, ``--save-debug-rollout-data`` only those of the engine. With both dumps of a rollout,
+token ids can be compared, too."""
 
 from __future__ import annotations
 
