@@ -1,4 +1,4 @@
-"""The subcommands of `slime`, a module each."""
+"""The subcommands of `slime`, one module each."""
 
-#: Commands that train → the loop that they enter.
+#: Training command → the loop that it runs.
 ENTRIES = {"train": "train", "train-async": "train_async"}

@@ -52,13 +52,13 @@ if TYPE_CHECKING:
 
 _VALUES = ("--model", "--also", "--engine", "--of-rollout", "--max-tokens")
 _SWITCHES = ("--json", "--all")
-#: None of them is a flag of `slime train`.
+#: These are options of `slime align` only: `slime train` has no flag of these names.
 OPTIONS = (*_VALUES, *_SWITCHES)
 
 
 @dataclass
 class _Asked:
-    """The command line, apart: own options, what to read, flags of the run."""
+    """The parsed command line: own options, files or folders to read, flags of the run."""
 
     options: dict[str, str] = field(default_factory=dict)
     sources: list[Path] = field(default_factory=list)
@@ -67,7 +67,7 @@ class _Asked:
 
 
 def main(argv: list[str]) -> int:
-    """Print where the sides part; returns the exit status.
+    """Print where trainer and engine differ; returns the exit status.
 
     Raises:
         UserError: there is nothing to compare.
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
 
 
 def _found(asked: _Asked) -> tuple[str, dict[str, Any], int]:
-    """Text, JSON and exit status."""
+    """Compare the sides. Returns the answer as text, the same as JSON, and the exit status."""
     from slime.diagnosis.align.engines import EngineThere
     from slime.diagnosis.align.examine import as_json, text
     from slime.diagnosis.align.prepare import Options, RoundFailed, examined, fresh_round
@@ -103,7 +103,7 @@ def _found(asked: _Asked) -> tuple[str, dict[str, Any], int]:
     most = _number(options, "--max-tokens", 0) or None
     for name in ("--model", "--also"):
         if name in options and Path(options[name]).exists():
-            # relative to here; the run may have begun elsewhere
+            # resolve it here, before the working directory changes to the run's
             options[name] = str(Path(options[name]).resolve())
     folder: Path | None = None
     try:
@@ -171,10 +171,10 @@ def _number(options: dict[str, str], name: str, default: int) -> int:
 
 
 def _recorded(asked: _Asked) -> tuple[Config, list[Scored]]:
-    """The flags and samples of a run folder, or of dumps.
+    """Read the flags and samples of a run folder, or of dump files.
 
     Raises:
-        UserError: there is no such thing, or nothing was dumped.
+        UserError: the folder is not a run folder, or the run has dumped nothing.
     """
     from slime.diagnosis.align import dumps
 
@@ -199,7 +199,7 @@ def _recorded(asked: _Asked) -> tuple[Config, list[Scored]]:
     config = run.config()
     began = run.read_summary()["stages"].get(run.stage or "", {}).get("cwd")
     if began is not None and Path(began).is_dir():
-        os.chdir(began)  # relative paths of its flags count from there
+        os.chdir(began)  # relative paths in its flags start there
     rollout = _number(asked.options, "--of-rollout", 0)
     patterns = (config.debug.save_debug_train_data, config.debug.save_debug_rollout_data)
     files = [fill(pattern, rollout) for pattern in patterns if pattern]
@@ -217,7 +217,7 @@ def _recorded(asked: _Asked) -> tuple[Config, list[Scored]]:
 
 
 def _model(config: Config, options: dict[str, str]) -> Path | None:
-    """The weights that scored the tokens."""
+    """The directory of the weights that scored the tokens; None if no flag names a model."""
     if "--model" in options:
         return model_directory(options["--model"], config.checkpoint.hf_checkpoint)
     base = config.checkpoint.hf_checkpoint
@@ -228,20 +228,20 @@ def _model(config: Config, options: dict[str, str]) -> Path | None:
         return model_directory(str(_saved_before(config, rollout)), base)
     flags = config.checkpoint
     if flags.load and not (flags.save and Path(flags.load).resolve() == Path(flags.save).resolve()):
-        # what the run has saved since is no other run's
+        # ignore --save: the run began before its own checkpoints existed
         plan = resolve_load(replace(config, checkpoint=replace(flags, save=None)))
     elif flags.ref_load in (None, base):
         return model_directory(base)
     else:
-        plan = resolve_reference(config)  # what a run without a past begins with, too
+        plan = resolve_reference(config)  # where a new run starts, too
     return model_directory(str(plan.path), base)
 
 
 def _saved_before(config: Config, rollout: int) -> Path:
-    """The export or checkpoint of the step before a rollout.
+    """The export or checkpoint that was saved after step ``rollout - 1``.
 
     Raises:
-        UserError: there is none.
+        UserError: that step saved neither.
     """
     flags = config.checkpoint
     before = rollout - 1

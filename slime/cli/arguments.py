@@ -1,4 +1,4 @@
-"""The arguments of a subcommand other than training, whose flags are declared in `slime.config`."""
+"""Arguments of the subcommands. `slime.config` declares the flags of training."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from slime.errors import UserError
 
 
 def run_flags(words: list[str]) -> tuple[str, list[str]]:
-    """The loop that the first word names, "train" if it names none, and the flags of the run."""
+    """Split off the loop's name, if the first word is one; returns (loop or "train", flags)."""
     entry = ENTRIES.get(words[0].replace("_", "-")) if words else None
     return (entry, words[1:]) if entry else ("train", words)
 
 
 def at_least_one(text: str) -> int:
-    """The ``type=`` of a count.
+    """Parse a count, as argparse's ``type=``.
 
     Raises:
-        ArgumentTypeError: it is no whole number, or less than 1.
+        ArgumentTypeError: ``text`` is not a whole number, or less than 1.
     """
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, not {text!r}")
@@ -29,12 +29,12 @@ def at_least_one(text: str) -> int:
 
 
 class Arguments(argparse.ArgumentParser):
-    """An `argparse.ArgumentParser` whose errors look like all others, and whose help keeps the
-    lines it is given.
+    """An `argparse.ArgumentParser` that raises `UserError` and keeps the line breaks of its
+    description.
 
     Args:
-        prog: "slime chat".
-        description: what ``--help`` says first; usually the module's docstring, with examples.
+        prog: the command, for example "slime chat".
+        description: the first text of ``--help``; usually the module's docstring, with examples.
     """
 
     def __init__(self, prog: str, description: str | None = None) -> None:
@@ -46,10 +46,10 @@ class Arguments(argparse.ArgumentParser):
         )
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuses a flag that is misspelt before its value is taken for an argument.
+        """Parse the arguments. Reports a misspelt flag before argparse misreads its value.
 
         Raises:
-            UserError: there is no such flag; names the nearest.
+            UserError: there is no such flag; the error names the nearest.
         """
         known = self._option_string_actions
         for word in (

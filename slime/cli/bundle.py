@@ -20,10 +20,10 @@ from slime.observe.run_folder import check_no_run_writes
 
 
 def main(argv: list[str]) -> int:
-    """`slime bundle`.
+    """Write the archive and list its files; returns the exit status.
 
     Raises:
-        UserError: no run folder, or the archive cannot be written.
+        UserError: the folder is not a run folder, or the archive cannot be written.
     """
     parser = Arguments("slime bundle", __doc__)
     parser.add_argument("run_dir", help="a run folder, outputs/<run>")

@@ -35,15 +35,15 @@ from slime.observe.run_folder import RunFolder
 from slime.prompts.problems import RowProblem
 from slime.prompts.readers import iter_rows
 
-#: A model with smaller weights knows what its run taught it and nothing else.
+#: A model with fewer bytes of weights knows only what its run taught it.
 _TOY_BYTES = 20e6
-#: Longer questions are shown by their first characters.
+#: Characters of the example question that are shown.
 _EXAMPLE_LENGTH = 400
 _COMMANDS = "/reset, /system TEXT, /image FILE, /quit"
 
 
 def main(argv: list[str]) -> int:
-    """Answer what is typed, or what stands on standard input. Returns the exit status."""
+    """Answer the lines of the terminal or of standard input. Returns the exit status."""
     flags = _parser().parse_args(argv)
     leave_on_signals()
     chosen = chosen_model(flags.path, flags.hf_checkpoint)
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
     sampling = {key: getattr(flags, key) for key in _SAMPLING if getattr(flags, key) is not None}
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        import readline  # noqa: F401  history and editing of the lines that are typed
+        import readline  # noqa: F401  adds history and line editing to input()
 
         print(f"{name}: loading {chosen.adapter or directory} …", file=sys.stderr)
     trusted = flags.trust_remote_code
@@ -89,8 +89,8 @@ def main(argv: list[str]) -> int:
 
 
 def _models(chosen: ChosenModel, name: str, given: list[str]) -> tuple[NamedModels, str]:
-    """Return the models of the server, and the name of the one that the chat asks for: the adapter
-    that is given, or the run's.
+    """Return the server's models, and the name of the model to chat with: the given adapter, else
+    the run's model.
 
     Raises:
         UserError: several adapters are given.
@@ -107,19 +107,19 @@ def _models(chosen: ChosenModel, name: str, given: list[str]) -> tuple[NamedMode
 
 
 def example_question(run_folder: Path) -> str | None:
-    """A question of a run in the form that its user typed it, from its samples or its data.
+    """A question from a run's samples or data, without the chat template.
 
-    None where the path is no run folder, or its questions are nowhere to be found.
+    None if the path is not a run folder, or if neither samples nor data are found.
     """
     configs = stage_configs(run_folder) if run_folder.is_dir() else {}
     for stage, config in reversed(configs.items()):
         recorded = sorted(RunFolder(run_folder, stage or None).samples.glob("rollout_*.jsonl"))
         prompts = [record.get("prompt") for file in recorded[:1] for record in read_lines(file)[:1]]
         data = config.get("data", {})
-        if data.get("apply_chat_template") or not prompts:  # recorded with the template around it
+        if data.get("apply_chat_template") or not prompts:  # it has the template around it
             path = data_path(run_folder, config)
             prompts = []
-            with contextlib.suppress(UserError, RowProblem, OSError):  # it may be elsewhere by now
+            with contextlib.suppress(UserError, RowProblem, OSError):  # the data may have moved
                 rows = itertools.islice(iter_rows(path), 1) if path else ()
                 prompts = [row.get(data.get("input_key")) for _, row in rows]
         if prompts and (text := _last_words_of_the_user(prompts[0])):
@@ -182,10 +182,10 @@ def _talk(conversation: Conversation, is_terminal: bool) -> None:
 
 
 def _lines(is_terminal: bool) -> Iterator[str]:
-    """Yield the lines that are typed, or those of standard input, to their end."""
+    """Yield lines from the terminal or from standard input, until end of file."""
     if not is_terminal:
         if isinstance(sys.stdin, io.TextIOWrapper):
-            # some locales pass on what they cannot read
+            # some locales decode invalid bytes without an error
             sys.stdin.reconfigure(encoding="utf-8", errors="strict")
         try:
             yield from (line.strip() for line in sys.stdin)
@@ -200,10 +200,10 @@ def _lines(is_terminal: bool) -> Iterator[str]:
 
 
 def _show(pieces: Iterator[str], is_terminal: bool) -> None:
-    """Print an answer as it comes; in a terminal Ctrl-C ends it, and what there is of it counts.
+    """Print an answer as it streams. In a terminal, Ctrl-C ends it and keeps the part so far.
 
     Raises:
-        UserError: the server refuses, and nobody sits there to go on; or it is gone.
+        UserError: the server refuses a request that no terminal sent, or the server has died.
     """
     try:
         with contextlib.closing(pieces):  # type: ignore[type-var]
@@ -221,13 +221,13 @@ def _show(pieces: Iterator[str], is_terminal: bool) -> None:
 
 
 class Conversation:
-    """Turns with a model behind OpenAI's API.
+    """A conversation with a model over OpenAI's API.
 
     Args:
-        sampling: fields of the requests, by OpenAI's names.
+        sampling: sampling parameters of the requests, under OpenAI's names.
         system: system prompt.
-        has_turns: the model has a chat template; without one each line is continued on its own.
-        forgets: each question begins a conversation of its own.
+        has_turns: the model has a chat template; without one, it completes each line by itself.
+        forgets: each question begins a new conversation.
     """
 
     def __init__(
@@ -257,10 +257,10 @@ class Conversation:
         self._images = []
 
     def attach(self, path: str) -> Iterator[str]:
-        """Send an image with the next question; yields what to say of it.
+        """Attach an image to the next question; yields the line to print.
 
         Raises:
-            UserError: the model takes none, or the file is none.
+            UserError: the model takes no images, or the file cannot be read as an image.
         """
         from slime.models.images import decoded, upright
         from slime.models.vision import ImageError
@@ -277,12 +277,12 @@ class Conversation:
         yield f"{Path(path).name} goes with the next question"
 
     def ask(self, text: str) -> Iterator[str]:
-        """The pieces of the answer. It becomes part of the conversation, also when it is not taken
-        to its end.
+        """Yield the answer piece by piece. The conversation keeps the pieces that were read, even
+        if the caller stops early.
 
         Raises:
-            UserError: the server refuses, e.g. a conversation that is too long.
-            RunFailed: it does not answer any more.
+            UserError: the server refuses, for example because the conversation is too long.
+            RunFailed: the server does not answer any more.
         """
         if not self._has_turns:
             yield from self._stream(
@@ -306,7 +306,7 @@ class Conversation:
                 self._turns += [question, {"role": "assistant", "content": "".join(pieces)}]
 
     def _stream(self, path: str, body: dict[str, Any], text_of: Any) -> Iterator[str]:
-        # http.client uses no proxies
+        # http.client ignores proxy settings
         connection = http.client.HTTPConnection(self._address, timeout=deadlines.CHAT_NEXT_PIECE)
         try:
             sent = json.dumps(
@@ -330,4 +330,4 @@ class Conversation:
         except (OSError, http.client.HTTPException) as error:
             raise RunFailed("the engine gives no answer any more", why=str(error)) from error
         finally:
-            connection.close()  # an answer that is not wanted any more ends with it
+            connection.close()  # the server then stops generating an abandoned answer

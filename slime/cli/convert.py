@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from slime.checkpoints.load_plan import LoadPlan
     from slime.trainer.megatron.parallel import RankInfo
 
-#: dtype → the flag of the trainer's precision.
+#: dtype → the trainer's precision flag.
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-#: Other spellings, as the tools of slime and Megatron-LM have them.
+#: Other spellings, which the tools of slime and Megatron-LM use.
 _ALIASES = {
     "hf_model_path": ("--hf-checkpoint", "--origin-hf-dir"),
     "load_path": ("--load", "--input-dir"),
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
     options, rest = _parser().parse_known_args(argv)
     options.described = _described(options, rest)
     command: Callable[[argparse.Namespace], str] = options.command
-    if command is not hf_to_megatron:  # which takes the lock
+    if command is not hf_to_megatron:  # hf_to_megatron takes the lock itself
         check_no_run_writes(options.save_path, "--save_path")
     message = command(options)
     if int(os.environ.get("RANK", "0")) == 0:
@@ -117,11 +117,11 @@ def _parser() -> Arguments:
 
 
 def _described(options: argparse.Namespace, words: list[str]) -> dict[str, Any]:
-    """The flags among ``words`` that describe the model, by name with underscores, compared with
-    its config.json.
+    """Parse the flags that describe the model and check them against its config.json. Returns
+    their values by name with underscores.
 
     Raises:
-        UserError: no such flag, one that is not about the model, or one that contradicts
+        UserError: a flag is unknown, does not describe the model, or contradicts
             config.json.
     """
     from slime.config import make_config
@@ -133,7 +133,7 @@ def _described(options: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     given = read_argv(words).values
     specs = all_flags()
     takes_them = options.command in (hf_to_megatron, megatron_to_hf)
-    given.pop("spec", None)  # tensors are those of the family, whatever layers compute with them
+    given.pop("spec", None)  # no layer spec changes the tensors of a family
     foreign = [
         specs[dest].option
         for dest in given
@@ -160,8 +160,8 @@ def hf_to_megatron(options: argparse.Namespace) -> str:
     """Verify the shards, load them into a model, save its weights as iteration "release".
 
     Raises:
-        UserError: a shard is missing or damaged, the index names what is not there, ``save_path``
-            holds checkpoints.
+        UserError: a shard is missing or damaged, the index names a missing tensor, or
+            ``save_path`` holds checkpoints.
     """
     from slime.checkpoints.directory import saved_iterations
     from slime.checkpoints.hf_files import HfReader
@@ -169,7 +169,7 @@ def hf_to_megatron(options: argparse.Namespace) -> str:
 
     require_directory("--hf_model_path", options.hf_model_path)
     family = family_of(options.hf_model_path, options.model_name)
-    # before anything heavy
+    # before the slow imports and the model
     HfReader(options.hf_model_path).verify(family, family.model_spec(options.hf_model_path))
     there = saved_iterations(options.save_path)
     if there and not options.force:
@@ -191,11 +191,11 @@ def hf_to_megatron(options: argparse.Namespace) -> str:
 
 
 def megatron_to_hf(options: argparse.Namespace) -> str:
-    """Load a checkpoint's weights and write them as Hugging Face does.
+    """Load a checkpoint's weights and write them in Hugging Face's format.
 
     Raises:
-        UserError: no checkpoint, a file of it is missing or damaged, another model's config,
-            ``save_path`` exists.
+        UserError: there is no checkpoint, one of its files is missing or damaged, the config is
+            another model's, or ``save_path`` exists.
     """
     require_directory("--hf_model_path", options.hf_model_path)
     plan = _source(options)
@@ -206,7 +206,7 @@ def megatron_to_hf(options: argparse.Namespace) -> str:
         from slime.weights.source import save_hf
 
         loaded = load(plan, TrainerState(chunks))
-        # the model has the wanted dtype, but for what the family keeps in float32
+        # the model has the requested dtype, except for tensors that the family keeps in float32
         source = options.hf_model_path
         path = save_hf(
             chunks, source, options.save_path, assets_from=source, model_name=options.model_name
@@ -221,8 +221,8 @@ def gguf_to_hf(options: argparse.Namespace) -> str:
 
 
 def _source(options: argparse.Namespace) -> LoadPlan:
-    """The checkpoint to export, checked to be complete: the latest or --ckpt-step of a run, or the
-    directory itself."""
+    """Choose the checkpoint to export and check that it is complete: the directory itself, or
+    iteration --ckpt-step (default: the latest) of a run."""
     from slime.checkpoints.directory import check_complete, read_tracker, saved_iterations
     from slime.checkpoints.load_plan import LoadPlan, is_hf_dir, resolve_load
     from slime.config import make_config
@@ -250,17 +250,17 @@ def _source(options: argparse.Namespace) -> LoadPlan:
 
 @contextmanager
 def _sole_writer(save_path: Path) -> Iterator[None]:
-    """The lock of a --save directory, on the first rank: a run that writes there is not disturbed.
+    """Lock a --save directory, on rank 0, so that no running job writes there meanwhile.
 
     Raises:
-        UserError: a live process holds it.
+        UserError: a live process holds the lock.
     """
     with lock_folder(save_path) if os.environ.get("RANK", "0") == "0" else nullcontext():
         yield
 
 
 def _dtype(options: argparse.Namespace) -> str:
-    """The wanted dtype, or the one that config.json gives; bfloat16 when it gives none."""
+    """The requested dtype, else that of config.json, else bfloat16."""
     from slime.models import read_hf_config
     from slime.models.spec import named_dtype
 
@@ -273,8 +273,8 @@ def _dtype(options: argparse.Namespace) -> str:
 
 @contextmanager
 def _model(options: argparse.Namespace) -> Iterator[list[Any]]:
-    """The model without weights, spread over the ranks of torchrun, or in a process group of
-    one."""
+    """Build the model without weights, sharded over torchrun's ranks or in a process group of
+    one rank."""
     from slime.config import make_config
     from slime.models import family_of
     from slime.models.layout_rules import check_layout
@@ -319,10 +319,10 @@ def _place() -> Iterator[RankInfo]:
 
 
 def _layout(options: argparse.Namespace, world_size: int, num_layers: int) -> dict[str, Any]:
-    """Parallel sizes: those given, else as many pipeline stages as there are ranks.
+    """The given parallel sizes, else one pipeline stage per rank.
 
     Raises:
-        UserError: the layers cannot be divided by the ranks.
+        UserError: the number of layers is not divisible by the number of ranks.
     """
     given = {size: vars(options)[size] for size in _SIZES if vars(options)[size] is not None}
     if not given and num_layers % world_size:

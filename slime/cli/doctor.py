@@ -28,10 +28,10 @@ _OPTIONS = ("--json", "--round", "--node")
 
 
 def main(argv: list[str]) -> int:
-    """Print what is found; returns the exit status.
+    """Print the findings; returns the exit status.
 
     Raises:
-        UserError: there are no flags to look at.
+        UserError: no flags were given.
     """
     if any(word in ("--help", "-h") for word in argv):
         print(__doc__)
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
         )
     from slime.diagnosis import doctor
 
-    if on_node:  # the run joins a cluster, of which this host need not be told yet
+    if on_node:  # the run joins a cluster whose address this host may not know yet
         os.environ.setdefault("RAY_ADDRESS", "auto")
     checks = doctor.NODE_CHECKS if on_node else doctor.CHECKS
     with answer_alone():
@@ -62,8 +62,8 @@ def main(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def answer_alone() -> Iterator[None]:
-    """Keep the answer of the command alone on stdout: what functions of the user's print in the
-    block, also in C or by programs that they start, goes to stderr."""
+    """Redirect stdout to stderr in the block, including output of C code and of subprocesses, so
+    that output of user functions does not mix with the command's answer."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:

@@ -1,7 +1,7 @@
 """``--dry-run``: resolve, plan placement and memory, check, print; start nothing.
 
-Needs no GPU and neither torch nor Ray. A model directory with nothing but config.json will do: what
-is missing there, and what only the machines of the run must have, is reported and not refused.
+Needs no GPU, no torch and no Ray. A model directory that holds only config.json is enough. Missing
+files of the model, and what only this machine lacks, are reported but are not errors.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 def dry_run(config: Config) -> None:
-    """Print what would run: flags with their origins, weights, placement, memory; then check all
-    that can be checked.
+    """Print the flags with their origins, the weights, the placement and the memory plan; then run
+    every check that is possible here.
 
     Raises:
-        UserError: what the launch would be refused for, the memory plan included.
+        UserError: a check fails that a launch runs too, or the run does not fit into memory.
     """
     config = preflight.from_the_hub(config)
     load = resolve_load(config)
@@ -60,7 +60,7 @@ def _placement(config: Config) -> str:
 
 
 def _checks(config: Config, load: LoadPlan) -> list[str]:
-    """Everything that a launch checks; remarks on what may well be missing on this machine."""
+    """Run the checks of a launch; returns remarks on what only this machine may lack."""
     remarks = []
     folder = Path(str(config.checkpoint.hf_checkpoint))
     if _has_any(folder, _WEIGHT_FILES):
@@ -90,7 +90,7 @@ def _checks(config: Config, load: LoadPlan) -> list[str]:
 
 
 def _first_rows(config: Config) -> None:
-    """The data files are there and can be read."""
+    """Read the first row of each data file."""
     if config.data.prompt_data is not None:
         next(iter_rows(config.data.prompt_data), None)
     for dataset in eval_datasets(config):
@@ -98,7 +98,7 @@ def _first_rows(config: Config) -> None:
 
 
 def _elsewhere(what: str, check: Callable[[Config], None], config: Config) -> list[str]:
-    """A check of the machine: this one need not be the one that the run is for."""
+    """Run a check of the machine; returns its error as a remark, for the run may use another."""
     try:
         check(config)
     except UserError as error:

@@ -21,10 +21,10 @@ _VERBS = ("add", "remove")
 
 
 def main(argv: list[str]) -> None:
-    """Print the engines of a run, or what became of an order.
+    """Print the engines of a run, or its answer to the command.
 
     Raises:
-        UserError: the run does not run, or refuses.
+        UserError: the run is not running, or refuses the command.
     """
     verb = argv[0] if argv[:1] and argv[0] in _VERBS else ""
     parser = Arguments(f"slime engines {verb}".rstrip(), __doc__)

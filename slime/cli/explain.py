@@ -23,10 +23,10 @@ _WIDTH = 116
 
 
 def main(argv: list[str]) -> int:
-    """`slime explain`.
+    """Print the explanation; returns the exit status.
 
     Raises:
-        UserError: no run folder.
+        UserError: the folder is not a run folder.
     """
     parser = Arguments("slime explain", __doc__)
     parser.add_argument(
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
 
 
 def as_text(found: Explanation) -> str:
-    """An explanation for people."""
+    """Format an explanation for the terminal."""
     stage = f", stage {found.stage}" if found.stage else ""
     step = f" at step {found.step:g}" if found.step is not None else ", before its first step"
     lines = [f"{found.folder}{stage}: {_STATES.get(found.state, found.state)}{step}"]

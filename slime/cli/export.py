@@ -33,7 +33,7 @@ from slime.observe.run_folder import check_no_run_writes
 
 
 def main(argv: list[str]) -> int:
-    """Write what is wanted and say where it is. Returns the exit status."""
+    """Write the directory, the GGUF file or both. Returns the exit status."""
     flags = _parser().parse_args(argv)
     given = [flag for flag in ("to", "gguf") if getattr(flags, flag)]
     if not given:
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
 
 
 def _refuse_idle(flags: argparse.Namespace, *, is_adapter: bool) -> None:
-    """Refuse flags that change nothing of what is written."""
+    """Refuse flags that have no effect on the output."""
     for flag, acts, what in (
         ("experts", flags.to and is_adapter, "--to with an adapter"),
         ("dtype", flags.gguf, "--gguf"),

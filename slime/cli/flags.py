@@ -32,11 +32,11 @@ _READERS: dict[Part, str] = {
 
 
 def main(argv: list[str]) -> None:
-    """Print one flag's declaration, those with a word in their name, or, without a name, all as in
+    """Print the flag of a name, else all flags that contain the word. Without a name, print
     docs/flags.md.
 
     Raises:
-        UserError: no flag has the word in its name, or the folder is none of a run.
+        UserError: no flag has the word in its name, or the folder is not a run folder.
     """
     parser = Arguments("slime flags", "Look flags up.")
     parser.add_argument(
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
 
 
 def _found(name: str) -> list[FlagSpec]:
-    """The flag of this name, else those that have it in theirs."""
+    """The flag of this name, else all flags whose names contain it."""
     word = name.removeprefix("--").replace("_", "-")
     exact = spellings().get(word)
     if exact is not None and exact.spec is not None:
@@ -88,7 +88,7 @@ def _found(name: str) -> list[FlagSpec]:
 
 
 def _nearest(word: str) -> list[str]:
-    """Flags that are spelt like ``word``, else those of ours with such a word in their name, the
+    """Flags that are spelt like ``word``, else slime's own flags with a similar word in their name,
     shortest first."""
     if near := nearest(word, spellings()):
         return [f"--{name}" for name in near]

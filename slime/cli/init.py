@@ -43,8 +43,8 @@ def copy_starter(folder: Path) -> None:
     """Copy the recipes and examples into ``folder``. Links to the documentation become URLs.
 
     Raises:
-        UserError: one of them is there already, the folder cannot be made, or this installation
-            has none to copy.
+        UserError: ``folder`` already has one of them, it cannot be created, or this installation
+            has no recipes and examples.
     """
     there = [name for name in PARTS if os.path.lexists(folder / name)]
     if there:
@@ -57,7 +57,7 @@ def copy_starter(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".slime-init-", dir=folder) as scratch:
-            for name in PARTS:  # whole or not at all
+            for name in PARTS:  # a failed copy leaves nothing in the folder
                 left_out = shutil.ignore_patterns("__pycache__", "outputs", ".*")
                 shutil.copytree(source / name, Path(scratch, name), ignore=left_out)
             for page in Path(scratch).rglob("*.md"):
@@ -72,7 +72,7 @@ def copy_starter(folder: Path) -> None:
 
 
 def contents(folder: Path) -> list[tuple[str, str]]:
-    """What there is to run: (path below ``folder``, title of its page)."""
+    """List what can be run: (path below ``folder``, title of its page)."""
     rows = [("recipes/demo.py", "A tiny model learns sums: SFT, then GRPO")]
     for part in PARTS:
         for page in sorted((folder / part).glob("*/README.md")):
@@ -82,10 +82,10 @@ def contents(folder: Path) -> list[tuple[str, str]]:
 
 
 def _source() -> Path:
-    """The folder with the recipes and examples: in an installed package, or the clone around it.
+    """The folder with the recipes and examples: in the installed package, or its git clone.
 
     Raises:
-        UserError: there is neither.
+        UserError: neither holds them.
     """
     package = Path(slime.__file__).parent
     for folder in (package / "starter", package.parent):
@@ -99,8 +99,8 @@ def _source() -> Path:
 
 
 def _python() -> str:
-    """How a shell calls this interpreter: by its short name where that means the same
-    environment."""
+    """The command for this interpreter: "python" if that runs the same environment, else its
+    path."""
     found = shutil.which("python")
     here = Path(sys.executable).absolute().parent
     return (

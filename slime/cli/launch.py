@@ -30,7 +30,7 @@ from slime.redact import redact_argv
 
 _PORT = 6379
 _KINDS = ("slurm", "kuberay", "skypilot")
-#: Options that not every kind of job has → the kinds that have it.
+#: Option → the kinds of job that have it, for options that not every kind has.
 _OPTIONS = {
     "time": ("slurm",),
     "partition": ("slurm",),
@@ -39,7 +39,7 @@ _OPTIONS = {
     "gpu": ("skypilot",),
 }
 _GPUS_PER_NODE = 8
-#: Seconds that a node waits for Ray on the first one, and the first one for all nodes.
+#: Seconds that a node waits for Ray on the first node, and the first node for all others.
 _WAIT = 300
 #: Shell: succeed if Ray on the first node answers.
 _ANSWERS = 'ray status --address "$RAY_ADDRESS"'
@@ -51,8 +51,8 @@ def main(argv: list[str]) -> int:
     """Print the job; returns the exit status.
 
     Raises:
-        UserError: no kind of cluster was named, it has no such option or too few nodes, or the
-            flags of the run are wrong.
+        UserError: not exactly one kind of job was named, it lacks a given option, there are too
+            few nodes, or the flags of the run are wrong.
     """
     own, words = _parser().parse_known_args(argv)
     entry, flags = run_flags(words)
@@ -74,10 +74,10 @@ def main(argv: list[str]) -> int:
 
 
 def _refuse_others(own: argparse.Namespace, kind: str) -> None:
-    """Refuse options of another kind of job.
+    """Refuse options that only another kind of job has.
 
     Raises:
-        UserError: one was given.
+        UserError: such an option was given.
     """
     parser = _parser()
     for name, kinds in _OPTIONS.items():
@@ -91,10 +91,10 @@ def _refuse_others(own: argparse.Namespace, kind: str) -> None:
 
 
 def _size(own: argparse.Namespace, config: Config) -> None:
-    """Set the GPUs of a node, and the nodes if none were asked for.
+    """Set the GPUs per node, and the number of nodes if it was not given.
 
     Raises:
-        UserError: two sizes of a node were given, or too few nodes for the run.
+        UserError: two flags disagree on the GPUs per node, or the run needs more nodes.
     """
     per_node = config.cluster.num_gpus_per_node
     if own.gpus_per_node not in (None, per_node):
@@ -133,14 +133,14 @@ def _parser() -> Arguments:
 
 
 def _name(text: str) -> str:
-    """A name that Slurm, Kubernetes and SkyPilot accept."""
+    """Parse a job name that Slurm, Kubernetes and SkyPilot all accept."""
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", text):
         raise argparse.ArgumentTypeError("must be small letters, digits and dashes")
     return text
 
 
 def slurm(own: argparse.Namespace, command: str, flags: str) -> str:
-    """A batch script: one task a node for doctor and for Ray, and the driver on the first node."""
+    """A batch script: doctor and Ray run once per node, the driver runs on the first node."""
     partition = f"#SBATCH --partition={own.partition}\n" if own.partition else ""
     return f"""#!/bin/bash
 #SBATCH --job-name={own.job_name}
@@ -184,8 +184,8 @@ srun --overlap --nodes=1 --ntasks=1 --nodelist="$first" bash -c "slime {command}
 
 
 def skypilot(own: argparse.Namespace, command: str, flags: str) -> str:
-    """A SkyPilot task. Its ``run`` starts on every node, beside a Ray of SkyPilot's own that
-    ``ray stop`` would end too."""
+    """A SkyPilot task. Its ``run`` starts on every node and never calls ``ray stop``, which would
+    end SkyPilot's own Ray too."""
     run = f"""set -euo pipefail
 first=$(echo "$SKYPILOT_NODE_IPS" | head -n1)
 export RAY_ADDRESS="$first:{_PORT}"
@@ -216,8 +216,8 @@ slime {command} {flags}
 
 
 def kuberay(own: argparse.Namespace, command: str, flags: str) -> str:
-    """A RayJob: Ray starts in a pod when its init container, the examination, has succeeded, and
-    the driver when all pods are there."""
+    """A RayJob. Ray starts in a pod after its init container (`slime doctor`) has succeeded; the
+    driver starts when all pods are ready."""
 
     def group(role: str) -> dict[str, Any]:
         common: dict[str, Any] = {
@@ -269,7 +269,7 @@ def kuberay(own: argparse.Namespace, command: str, flags: str) -> str:
 
 
 def _all_joined(nodes: int) -> str:
-    """Shell: succeed if so many nodes have joined Ray. The run would be refused before."""
+    """Shell: succeed if ``nodes`` nodes have joined Ray. A run that starts earlier is refused."""
     program = (
         'import ray, sys; ray.init(log_to_driver=False, logging_level="ERROR"); '
         'there = sum(node["Alive"] for node in ray.nodes()); '
@@ -279,7 +279,7 @@ def _all_joined(nodes: int) -> str:
 
 
 def _wait_until(condition: str, indent: int = 0) -> str:
-    """Shell: try a condition every two seconds, and fail when it took too long."""
+    """Shell: try a condition every two seconds; fail after `_WAIT` seconds."""
     lines = [
         f"for _ in $(seq {_WAIT // 2}); do {condition} >/dev/null 2>&1 && break; sleep 2; done",
         f"{condition} >/dev/null",
@@ -288,7 +288,7 @@ def _wait_until(condition: str, indent: int = 0) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes scripts line by line, and everything in full."""
+    """A YAML dumper that writes scripts as literal blocks and uses no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""The model that a path means: a Hugging Face directory, a PEFT adapter, a run folder, a --save
+"""Find the model of a path: a Hugging Face directory, a PEFT adapter, a run folder, a --save
 directory, or a name on the hub."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from slime.models.peft_config import is_adapter_dir
 from slime.observe.run_folder import folder_being_written
 from slime.processes.host import python_module
 
-#: Where a Megatron checkpoint keeps what it was converted to: it goes with the checkpoint.
+#: Subfolder of a Megatron checkpoint for its conversion; it is removed with the checkpoint.
 CONVERTED = "hf"
 _BESIDE = ".hf-of-"
 _TEMPORARY = "slime-model-"
@@ -84,18 +84,18 @@ def model_directory(path: str, hf_checkpoint: str | None = None) -> Path:
 
 
 def chosen_model(path: str, hf_checkpoint: str | None = None) -> ChosenModel:
-    """Find the model that ``path`` means.
+    """Find the model that ``path`` means; for a run folder, the newest model.
 
-    Of a run folder the newest model; a Megatron checkpoint is converted once, into ``hf/`` inside
-    it, which appears there as a whole: the run may go on meanwhile.
+    A Megatron checkpoint is converted once, into its subfolder ``hf/``. The subfolder appears
+    only when it is complete, so that the run may continue meanwhile.
 
     Args:
         path: a Hugging Face directory, a PEFT directory, outputs/<run>, a --save directory, one
             iteration of it, or org/name on the hub.
-        hf_checkpoint: config and tokenizer of a Megatron checkpoint that lies outside of its run
-            folder; the base of an adapter.
+        hf_checkpoint: config and tokenizer for a Megatron checkpoint outside of its run folder;
+            the base model of an adapter.
     Raises:
-        UserError: there is no model; says what is there instead.
+        UserError: there is no model; the error lists what the directory holds.
     """
     folder = Path(path)
     if is_hub_name(path):
@@ -129,10 +129,10 @@ def chosen_model(path: str, hf_checkpoint: str | None = None) -> ChosenModel:
 
 
 def _base_of(adapter: Path, given: str | None, of_run: Path | None) -> Path:
-    """The base of an adapter: the one given, that which its config names, or that of its run.
+    """The base model of an adapter: the given one, else its config's, else its run's.
 
     Raises:
-        UserError: none of them is here.
+        UserError: this host has none of them.
     """
     if given is not None:
         return model_directory(given)
@@ -154,12 +154,12 @@ def _base_of(adapter: Path, given: str | None, of_run: Path | None) -> Path:
 
 @dataclass(frozen=True)
 class NamedModels:
-    """The names under which a server has a model and adapters.
+    """The names under which a server offers a model and its adapters.
 
     Attributes:
-        base: of the model without adapters.
+        base: name of the model without adapters.
         adapters: name → PEFT directory.
-        own: of the adapter that the path itself means; "" where it means a whole model.
+        own: name of the adapter that the path itself means; "" if the path means a whole model.
     """
 
     base: str
@@ -168,7 +168,7 @@ class NamedModels:
 
     @property
     def requested(self) -> str:
-        """What requests name to get the model that the path means."""
+        """The model name in requests for the model that the path means."""
         return f"{self.base}:{self.own}" if self.own else self.base
 
 
@@ -176,10 +176,10 @@ def named_models(chosen: ChosenModel, name: str, given: Sequence[str]) -> NamedM
     """Name a model and adapters for a server.
 
     Args:
-        name: of what the user's path means: of a run with adapters that of its adapter.
-        given: values of --adapter, NAME=DIR; a DIR is what `chosen_model` takes, with an adapter.
+        name: name of the model that the user's path means, or of its adapter if it has one.
+        given: values of --adapter: NAME=DIR or DIR, a path of `chosen_model` with an adapter.
     Raises:
-        UserError: a name that is taken or that requests cannot carry, or a DIR without an adapter.
+        UserError: a name is taken or invalid in requests, or a DIR has no adapter.
     """
     adapters: dict[str, Path] = {}
     own = ""
@@ -226,7 +226,7 @@ def _adapter_directory(path: str) -> Path:
 
 
 def model_name(path: str) -> str:
-    """What people call the model: the run's name, or that of its directory."""
+    """The model's display name: the name of its run or directory."""
     return Path(path).name if is_hub_name(path) else Path(path).resolve().name
 
 
@@ -257,8 +257,7 @@ def _converted(model: RunModel, hf_checkpoint: str | None) -> Path:
             str(model.path),
         ]
         command += ["--hf_model_path", str(base), "--save_path", str(made)]
-        # in a process of its own, so that the trainer's half of the program is not in the memory of
-        # what is to serve
+        # a separate process keeps the trainer's modules out of the memory of the serving process
         done = subprocess.run(
             command,
             stdout=subprocess.PIPE,
@@ -290,9 +289,9 @@ def _converted(model: RunModel, hf_checkpoint: str | None) -> Path:
 
 @contextmanager
 def _place_beside(checkpoint: Path) -> Iterator[Path]:
-    """A folder of this process's own beside a checkpoint, on its file system. Those of processes
-    that have died are removed. It is a temporary one where a run goes on, in whose folder nobody
-    else writes, and where it cannot be made."""
+    """Create a folder for this process beside a checkpoint, on the same file system, and remove
+    such folders of dead processes. The folder is in the system's temporary directory if a run
+    still writes beside the checkpoint, or if the folder cannot be created there."""
     root = checkpoint.parent
     if folder_being_written(root) is not None:
         root = Path(tempfile.gettempdir())
@@ -303,7 +302,7 @@ def _place_beside(checkpoint: Path) -> Iterator[Path]:
                     shutil.rmtree(path, ignore_errors=True)
     try:
         folder = Path(tempfile.mkdtemp(prefix=_BESIDE, dir=root))
-    except OSError:  # somebody else's run
+    except OSError:  # this user may not write there
         folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
     descriptor = os.open(folder, os.O_RDONLY)
     try:

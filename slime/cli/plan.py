@@ -37,7 +37,7 @@ from slime.run.preflight import from_the_hub
 
 _ASSUMED = "H200"
 _SHOWN = 4
-#: Seconds at most of each of the five measurements of a calibration.
+#: Maximum seconds of each of the five measurements of a calibration.
 _MEASURED = 15.0
 _PROMPT_TOKENS = 256
 
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     """Print the plan; returns the exit status.
 
     Raises:
-        UserError: what is wrong with the flags, or the model is of no known family.
+        UserError: the flags are wrong, or the model's family is unknown.
     """
     entry, words = run_flags(argv)
     own, words = _parser().parse_known_args(words)
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
         raise UserError("slime plan needs the flags of a run", fix="slime plan --config my.yaml")
     rates = _rates(own)
     if flags_given(words).isdisjoint({"rollout_engine"}):
-        words += ["--rollout-engine", "sglang"]  # this host need not be one of the run's
+        words += ["--rollout-engine", "sglang"]  # do not choose the engine by what this host has
     config = parse_args(words, entry)
     if not (Path(str(config.checkpoint.hf_checkpoint)) / "config.json").is_file():
         config = from_the_hub(config)
@@ -78,10 +78,10 @@ def main(argv: list[str]) -> int:
 
 
 def _rates(own: argparse.Namespace) -> Rates:
-    """The rates of the GPU that the command names, else those of this host's.
+    """The rates of the GPU that the command names, else of this host's GPU.
 
     Raises:
-        UserError: none are known, or two sources are named.
+        UserError: the GPU's rates are unknown, or both --rates and --device are given.
     """
     if own.rates and own.device:
         raise UserError(
@@ -118,7 +118,7 @@ def _parser() -> Arguments:
 
 
 def report(config: Config, rates: Rates, own: argparse.Namespace) -> list[str]:
-    """The lines of the plan: memory, the time of a step, and what else is worth trying."""
+    """The lines of the plan: memory, time per step, and other layouts that are worth trying."""
     device = device_memory(config, seen=rates.gpu_gb * 1e9, on_gpu=True)
     device = replace(device, source=rates.gpu, flash4=rates.flash4)
     gpu_bytes = device.nbytes

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
             fix="pass org/name, e.g. your account's name first",
         )
     if not flags.card_only:
-        hub_token(flags.repo)  # before anything is read or converted
+        hub_token(flags.repo)  # fail before the slow conversion if there is no token
     chosen = chosen_model(flags.path, flags.hf_checkpoint)
     directory = chosen.adapter or chosen.directory
     run = _run_of(Path(flags.path), directory)
@@ -62,10 +62,10 @@ def _parser() -> Arguments:
 
 
 def _run_of(path: Path, directory: Path) -> RunData | None:
-    """The run that the model is of: the folder that was named, or one that holds the model."""
+    """The run that trained the model: the given folder, or a parent folder of the model."""
     if path.is_dir() and is_run_folder(path):
         return read_run(path.resolve())
-    # any of which may hold the config.json of something else
+    # run.json, because a parent may hold a config.json that is not a run's
     for folder in directory.resolve().parents[:4]:
         if (folder / "run.json").is_file() and is_run_folder(folder):
             return read_run(folder)
@@ -73,8 +73,8 @@ def _run_of(path: Path, directory: Path) -> RunData | None:
 
 
 def card_of(path: str, chosen: ChosenModel) -> str:
-    """Return the card of the model that ``path`` means. One that lies with a model of no run stays;
-    licences are those that the base model's card has."""
+    """Return the model card of the model that ``path`` means. A model without a run keeps the card
+    in its directory. The licence is that of the base model's card."""
     directory = chosen.adapter or chosen.directory
     run = _run_of(Path(path), directory)
     own = directory / "README.md"
@@ -97,7 +97,7 @@ def card_of(path: str, chosen: ChosenModel) -> str:
 
 
 def _licence(card: Path) -> str:
-    """``license`` in the head of a model card; "unknown" where it says none."""
+    """``license`` in the YAML header of a model card; "unknown" if it has none."""
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
     head = text.split("---")[1] if text.startswith("---") else ""
     found = re.search(r"^license:\s*([\w.-]+)\s*$", head, re.MULTILINE)

@@ -25,7 +25,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 def add_commands(
     add: Callable[[str, str, Callable[[argparse.Namespace], str]], Callable[..., None]],
 ) -> None:
-    """Declare the commands by `slime convert`'s own ``add``."""
+    """Declare the commands with `slime convert`'s function ``add``."""
     flag = add(
         "hf-to-int4",
         "INT4 weights (W4A16, compressed-tensors) from a Hugging Face directory",
@@ -83,7 +83,7 @@ def hf_to_int4(options: argparse.Namespace) -> str:
 
 
 def hf_to_fp8(options: argparse.Namespace) -> str:
-    """Quantise to FP8 as published models have it (``quant_method`` fp8).
+    """Quantise to FP8 in the format of published models (``quant_method`` fp8).
 
     Raises:
         UserError: as `slime.checkpoints.quantised_files.quantise_directory`.
@@ -97,7 +97,7 @@ def hf_to_fp8(options: argparse.Namespace) -> str:
 
 
 def hf_to_mxfp4(options: argparse.Namespace) -> str:
-    """Store stacks of experts in MXFP4.
+    """Store stacked expert weights in MXFP4.
 
     Raises:
         UserError: as `slime.checkpoints.quantised_files.store_in_mxfp4`.
@@ -109,7 +109,7 @@ def hf_to_mxfp4(options: argparse.Namespace) -> str:
 
 
 def quantised_to_hf(options: argparse.Namespace) -> str:
-    """Write the weights that engines compute with.
+    """Dequantise the weights to the values that engines compute with.
 
     Raises:
         UserError: as `slime.checkpoints.quantised_files.dequantise_directory`.

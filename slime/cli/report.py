@@ -10,7 +10,7 @@ from slime.page.report import write_comparison, write_report
 
 
 def main(argv: list[str]) -> int:
-    """`slime report`."""
+    """Write the page and print its path; returns the exit status."""
     about = "Write a run's report.html, or with several runs one page that compares them."
     parser = Arguments("slime report", about)
     parser.add_argument("run_dir", nargs="+", help="a run folder, e.g. outputs/demo")

@@ -28,10 +28,10 @@ from slime.processes.host import slime_command
 
 
 def main(argv: list[str]) -> None:
-    """Run the rest of a run.
+    """Resume the run from its newest checkpoint.
 
     Raises:
-        UserError: no run folder, one that was moved, a run that is finished, or one that saves no
+        UserError: the folder is not a run folder or was moved, or the run is finished or saves no
             checkpoints.
     """
     parser = Arguments("slime resume", __doc__)
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
 
 
 def _apart(argv: list[str]) -> tuple[list[str], list[str]]:
-    """This command's own words, and flags of the run behind them."""
+    """Split into this command's own words and the flags of the run that follow them."""
     known = spellings()
     words = [
         word.partition("=")[0].removeprefix("--") if word.startswith("--") else "" for word in argv
@@ -95,8 +95,8 @@ def _stage_of(folder: Path, stage: str | None) -> RunFolder:
 
 
 def _go_to_where_it_began(folder: Path, run: RunFolder, config: Config) -> None:
-    """Relative paths of the run's flags count from there, and the user's modules are found
-    there."""
+    """Change to the directory in which the run was started: relative paths in its flags and the
+    user's modules are found from there."""
     here = folder.resolve()
     output_dir = Path(config.observe.output_dir)
     began = run.read_summary()["stages"].get(run.stage or "", {}).get("cwd")

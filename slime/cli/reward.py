@@ -31,7 +31,7 @@ from slime.samples.types import Sample, SampleStatus
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Score rows and print one line per row, then mean, spread and time. Returns the exit
+    """Score rows; print one line per row, then mean, range and time. Returns the exit
     status."""
     flags = _parser().parse_args(argv)
     if flags.response is None and flags.response_key is None:
@@ -78,7 +78,7 @@ _REWARD_FLAGS = (
 
 
 def _is_record(path: str) -> bool:
-    """Whether these are samples that a run has recorded (``samples/``), whose columns are known."""
+    """Tell whether a file has the columns of samples that a run has recorded (``samples/``)."""
     _, row = next(iter(iter_rows(path)), ("", {}))
     return {"rollout_id", "prompt", "response", "label", "weight_versions"} <= row.keys()
 
@@ -130,10 +130,10 @@ def _parser() -> Arguments:
 def _samples(
     config: Config, response: str | None, response_key: str | None, most: int
 ) -> list[Sample]:
-    """A finished sample per row, as a reward function sees it in a run.
+    """Make one completed sample per row, as a reward function sees it in a run.
 
     Raises:
-        UserError: rows that cannot be scored, all of them counted.
+        UserError: some rows cannot be scored; the error counts them all.
     """
     form = RowFormat.of(config)
     judge = (
@@ -176,7 +176,7 @@ def _samples(
 
 
 def _response_text(row: dict[str, Any], key: str) -> str:
-    """A response; one that is a number is the text that the data has."""
+    """The response of a row; a number becomes text exactly as it is written in the data."""
     text = label_text(written(row, key))
     return "" if text is None else str(text)
 
@@ -194,8 +194,8 @@ async def _score(config: Config, samples: list[Sample]) -> tuple[list[Any], dict
 
 
 async def _score_each(pool: RewardPool, samples: list[Sample]) -> list[Any]:
-    """Score all samples. The first failure cancels the others before the pool's workers end, which
-    they would take for a crash."""
+    """Score all samples. On the first failure, cancel the others before the pool's workers end:
+    a pending call would report the end of its worker as a crash."""
     tasks = [asyncio.ensure_future(pool.score(sample)) for sample in samples]
     try:
         return list(await asyncio.gather(*tasks))

@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     extra = argv[at + 1 :]
     leave_on_signals()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # into a pipe or a file, too
+        sys.stdout.reconfigure(line_buffering=True)  # also if stdout is a pipe or a file
     key = _key(flags)
     chosen = chosen_model(flags.path, flags.hf_checkpoint)
     models = named_models(chosen, flags.name or model_name(flags.path), flags.adapter)
@@ -135,7 +135,7 @@ def _key(flags: argparse.Namespace) -> str:
     """Return the key that requests must carry; "" for none.
 
     Raises:
-        UserError: no key where others reach the server, or one that no header can carry.
+        UserError: --no-api-key with an address that other hosts reach, or a malformed key.
     """
     if flags.no_api_key:
         if not is_loopback(flags.host):
@@ -159,7 +159,7 @@ def _key(flags: argparse.Namespace) -> str:
 
 
 def add_model_flags(parser: Arguments) -> None:
-    """Declare what `slime serve` and `slime chat` share: the model, and the engine for it."""
+    """Declare the model and engine flags that `slime serve` and `slime chat` share."""
     add_model_arguments(parser)
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run Python code that the model brings"
@@ -182,7 +182,7 @@ def add_model_flags(parser: Arguments) -> None:
 
 
 def leave_on_signals() -> None:
-    """SIGTERM and SIGHUP leave the way that Ctrl-C does: the server ends, and what it wrote is
+    """Make SIGTERM and SIGHUP exit as Ctrl-C does: the server ends and its temporary files are
     removed."""
 
     def leave(number: int, frame: object) -> None:
@@ -208,16 +208,16 @@ def serving(
     trust_remote_code: bool = False,
     on_start: Callable[[str, Path], None] = lambda url, log: None,
 ) -> Iterator[ServerProcess]:
-    """A server of the model that answers; it ends with the block, or with this process.
+    """Serve the model, ready to answer, until the block or this process ends.
 
     Args:
-        adapters: name → PEFT directory, of any form that `read_adapter` takes.
-        engine: "auto" or a name of `ENGINES`.
+        adapters: name → PEFT directory, in any form that `read_adapter` reads.
+        engine: "auto" or a name in `ENGINES`.
         port: 0 picks a free one.
-        extra: more words for the engine's command line.
-        key: that it asks for; "": none. By default one that this process alone knows.
-        with_control_routes: routes that steer it are open.
-        on_start: called with its address and log before it answers.
+        extra: more arguments for the engine's command line.
+        key: the API key of requests; "" for none. By default a key that only this process knows.
+        with_control_routes: whether the control routes are open (replace weights, pause, …).
+        on_start: called with the server's URL and log file before it answers.
     Raises:
         UserError: the engine cannot be started here, the port is taken, or the server dies before
             it answers.
@@ -236,7 +236,7 @@ def serving(
     if reservation is not None:
         port = reservation.port
     else:
-        bind(host, port).close()  # a port that is taken fails at once
+        bind(host, port).close()  # fail at once if the port is taken
     spec = record.command(config, str(directory), host, port, ONE_GPU)
     reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
@@ -275,8 +275,8 @@ def serving(
 
 
 def _loadable(adapter: Path, base: Path, folder: Path) -> Path:
-    """An adapter as engines load it: itself, or written anew where it has ranks and scalings that
-    differ, PEFT's layout of experts, or a part of what engines fuse."""
+    """An adapter that engines can load: itself, or a rewritten copy in ``folder`` if its ranks or
+    scalings differ, it has PEFT's expert layout, or it adapts only part of a fused weight."""
     family = family_of(base) if family_name(base) else None
     spec = family.describe(base) if family is not None else None
     found = read_adapter(adapter, family)
@@ -284,17 +284,16 @@ def _loadable(adapter: Path, base: Path, folder: Path) -> Path:
 
 
 def _log_folder() -> tuple[Path, int]:
-    """Make a folder for the log, with a lock that is held while its server lives."""
+    """Create a folder for the log and lock it; the caller holds the lock while the server lives."""
     folder = Path(tempfile.mkdtemp(prefix=_LOGS))
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    with contextlib.suppress(OSError):  # file systems without locks: nobody gets one there
+    with contextlib.suppress(OSError):  # no locks on this file system: nobody can take one
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return folder, lock
 
 
 def remove_logs_of_the_dead() -> None:
-    """Remove what servers of this user have left that were killed, or that died by themselves
-    earlier."""
+    """Remove the log folders of this user's earlier servers that were killed or have died."""
     for path in Path(tempfile.gettempdir()).glob(f"{_LOGS}*/"):
         with left_behind(path) as is_free:
             if is_free:
@@ -302,8 +301,8 @@ def remove_logs_of_the_dead() -> None:
 
 
 def more_words(record: EngineKind, name: str, directory: Path) -> list[str]:
-    """Return the words of the command line that a server has beyond those of a run's engine: the
-    name that clients use, how calls of tools are read, and whether the model sees images."""
+    """Return the arguments that a server needs in addition to those of a run's engine: the model
+    name for clients, the tool-call parser, and image input if the model has it."""
     words = ["--served-model-name", name]
     found = tool_format(chat_template(directory), family_name(directory))
     if found is not None and found.sglang_parser:
@@ -312,7 +311,7 @@ def more_words(record: EngineKind, name: str, directory: Path) -> list[str]:
 
 
 def sees_images(directory: Path) -> bool:
-    """Tell whether the model of a directory takes images, which need its image processor."""
+    """Tell whether a model takes images and its directory has an image processor."""
     config = read_hf_config(directory)
     family = family_of(config) if family_name(config) else None
     sees = family is not None and family.vision is not None

@@ -20,7 +20,7 @@ def main(argv: list[str], entry: str = "train") -> None:
 
         dry_run(config)
         return
-    from slime.loop import train  # not before the flags are right: the session imports Ray
+    from slime.loop import train  # late: it imports Ray, and flags are checked without it
     from slime.run.session import open_session
 
     with open_session(config) as session:
@@ -28,10 +28,10 @@ def main(argv: list[str], entry: str = "train") -> None:
 
 
 def _config(argv: list[str], entry: str) -> Config:
-    """The configuration of the run.
+    """Parse the flags of the run.
 
     Raises:
-        UserError: what is wrong with the flags, and with what the others name.
+        UserError: all errors in the flags, and in the files and functions that they name.
     """
     if "--help" in argv or "-h" in argv:
         return parse_args(argv, entry)

@@ -66,7 +66,7 @@ def _usable(folder: Path) -> Path | None:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         (folder / ".writable").touch()
-    except OSError:  # a home that cannot be written: the index goes with the process
+    except OSError:  # the cache is not writable: keep the index in memory only
         return None
     return folder
 
@@ -75,7 +75,7 @@ async def _serve(runs: Runs, listener: socket.socket, host: str, token: str | No
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # nohup ignores SIGHUP, and that stays
+        # under nohup SIGHUP stays ignored
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, stopping.set)
     port = listener.getsockname()[1]
@@ -91,7 +91,7 @@ async def _serve(runs: Runs, listener: socket.socket, host: str, token: str | No
 
 
 def address(host: str, port: int, token: str | None) -> str:
-    """What to open in a browser.
+    """The URL to open in a browser.
 
     Example:
         >>> address("127.0.0.1", 8090, None), address("10.0.0.7", 80, "abc")

@@ -1,4 +1,4 @@
-"""Find what is wrong with a machine, a set of flags or a run, and say what to do.
+"""Find what is wrong with a machine, a set of flags or a run, and say what to do about it.
 
-`slime doctor`, `slime align`, `slime explain`.
+The commands are `slime doctor`, `slime align`, `slime explain` and `slime bundle`.
 """

@@ -1,7 +1,7 @@
-"""Pack a run for a bug report as one .tar.gz, without secrets and weights, and without samples
-unless they are asked for.
+"""Pack a run for a bug report as one .tar.gz, without secrets and weights, and by default without
+samples.
 
-Only files of the run folder itself are read, through no link; of large files only the two ends.
+Reads only files inside the run folder and follows no links. Large files are cut in the middle.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from slime.files import json_safe, read_object, replacing
 from slime.observe.run_folder import package_versions
 from slime.redact import redact_text, redacted, secrets_in
 
-#: Bytes of the beginning and the end of one file.
+#: Maximum bytes of the beginning and of the end of a file.
 _HEAD = 64 << 10
 _TAIL = 512 << 10
 _METRICS_TAIL = 2 << 20
 _SAMPLES_HEAD = 4 << 20
-#: Bytes of all files together, before compression.
+#: Maximum bytes of all files together, before compression.
 _MOST_BYTES = 64 << 20
 _MOST_CRASHES = 3
 _NAMES_OF_A_CRASH = ("crash.json", "traceback.txt", "last_metrics.jsonl", "step.json")
@@ -43,8 +43,8 @@ class Bundle:
 
     Attributes:
         path: the archive.
-        sizes: bytes of each file in it, before they were packed, in order.
-        left_out: what there was and is not in it, with the reason.
+        sizes: file name → uncompressed bytes, in order.
+        left_out: files that are not in the archive, with the reason.
     """
 
     path: Path
@@ -58,12 +58,12 @@ def bundle(
     """Pack a run.
 
     Args:
-        folder: of the run.
-        output: ends in .tar.gz or .tgz; an archive that is there is replaced.
-        found: what `slime.diagnosis.explain.explain` tells of it, and ``text`` the same for people.
-        with_samples: prompts and responses of the newest step, and of the step that failed.
+        folder: the run folder.
+        output: path that ends in .tar.gz or .tgz; an existing archive is replaced.
+        found: result of `slime.diagnosis.explain.explain`; ``text`` is the same as text.
+        with_samples: include prompts and responses of the newest step, and of the failed step.
     Raises:
-        UserError: ``output`` is no such name, or cannot be written.
+        UserError: ``output`` has another suffix, is a directory, or cannot be written.
     """
     if not output.name.endswith((".tar.gz", ".tgz")) or output.is_dir():
         raise UserError(f"--output {output} is no name of an archive", fix="let it end in .tar.gz")
@@ -97,7 +97,7 @@ def bundle(
 
 
 class _Adder:
-    """Adds texts to an archive, redacted and bounded."""
+    """Adds redacted texts to an archive, up to `_MOST_BYTES` in all."""
 
     def __init__(
         self, tar: tarfile.TarFile, root: str, packed: Bundle, scrub: Callable[[str], str]
@@ -122,7 +122,7 @@ class _Adder:
         self._packed.sizes[name] = len(content)
 
     def file(self, path: Path, folder: Path, head: int = _HEAD, tail: int = _TAIL) -> None:
-        """Add the two ends of a file of the run, if it exists."""
+        """Add the beginning and the end of a file of the run, if it exists."""
         name = str(path.relative_to(folder))
         if not is_within(path, folder):
             if path.is_symlink() or path.exists():
@@ -130,13 +130,13 @@ class _Adder:
             return
         first, last, skipped = read_ends(path, folder, head, tail)
         mark = f"\n[… {skipped:,} bytes left out …]\n" if skipped else ""
-        if skipped:  # a secret that is cut in two is no longer recognised
+        if skipped:  # drop cut lines: redaction does not recognise half a secret
             first = first[: first.rfind(b"\n") + 1]
             last = last[last.find(b"\n") + 1 :]
         self.text(name, first.decode("utf-8", "replace") + mark + last.decode("utf-8", "replace"))
 
     def setting(self, path: Path, folder: Path) -> None:
-        """Add a JSON file whose keys say what is secret."""
+        """Add a JSON file, redacted by its keys, too."""
         name = str(path.relative_to(folder))
         if not is_within(path, folder):
             self.file(path, folder)
@@ -145,7 +145,7 @@ class _Adder:
         if found:
             self.text(name, orjson.dumps(json_safe(found), option=orjson.OPT_INDENT_2).decode())
         else:
-            self.file(path, folder)  # damaged: as it is
+            self.file(path, folder)  # damaged JSON is added as text
 
 
 def _fill(add: _Adder, folder: Path, found: Explanation, text: str, with_samples: bool) -> None:
@@ -168,7 +168,7 @@ def _fill(add: _Adder, folder: Path, found: Explanation, text: str, with_samples
         add.file(path, folder, _HEAD if is_text else _SAMPLES_HEAD, _TAIL)
     for path in sorted((folder / "logs").glob("*.log")):
         if path.is_symlink():
-            add.file(path, folder)  # says that it is left out
+            add.file(path, folder)  # records it as left out
     for path in run_logs(folder):
         add.file(path, folder)
     for path in _newest_samples(folder) if with_samples else ():
@@ -187,7 +187,7 @@ def _crash_files(folder: Path, with_samples: bool) -> Iterator[Path]:
 
 
 def _newest_samples(folder: Path) -> list[Path]:
-    """Find the newest rollout of each stage."""
+    """Return the file of the newest rollout of each stage."""
     found: dict[Path, Path] = {}
     for path in sorted((folder / "samples").rglob("rollout_*.jsonl")):
         found[path.parent] = path

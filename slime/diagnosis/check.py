@@ -1,7 +1,7 @@
 """The run that a check of `slime doctor` examines, and how the check reports what it finds.
 
-The functions that a launch calls raise `UserError` or log warnings; both become findings in the
-same words, so that each check exists once.
+Most checks call the functions of a launch. The errors that they raise and the warnings that they
+log become findings with the same words, so that no check exists twice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class LeftOut(Exception):
-    """Raised by a check that cannot be made here, with the reason."""
+    """Raised with the reason by a check that cannot run here."""
 
 
 @dataclass
@@ -30,11 +30,11 @@ class CheckedRun:
     """The run under examination.
 
     Attributes:
-        config: None if the flags give no configuration. If there are ``errors``, it leaves out the
-            flags that they are about, so that the rest can be checked.
-        errors: what is wrong with the flags, for which a launch refuses them.
-        is_launch: checks take as little time as they can.
+        config: None if the flags give no configuration. Flags with ``errors`` are left out, so that
+            the others can be checked.
+        errors: errors in the flags, with which a launch refuses them.
         names: models and data sets on the hub that are not downloaded yet.
+        is_launch: the checks are part of a launch and must be fast.
     """
 
     config: Config | None
@@ -50,12 +50,12 @@ class CheckedRun:
 
     @property
     def doubtful(self) -> frozenset[str]:
-        """Options that errors of the flags name; other findings about them may follow."""
+        """Options that errors in the flags name; findings about them may be consequences."""
         return frozenset().union(*(options_in(f"{one.what} {one.fix}") for one in self.errors))
 
     @property
     def run(self) -> Config:
-        """The configuration, for checks that are only made if there is one."""
+        """The configuration, for checks that run only if there is one."""
         assert self.config is not None
         return self.config
 
@@ -64,7 +64,7 @@ class CheckedRun:
         """The model directory.
 
         Raises:
-            LeftOut: no flag names one, or it is on the hub.
+            LeftOut: no flag names one, or it is not downloaded yet.
         """
         path = self.run.checkpoint.hf_checkpoint
         if path is None:
@@ -89,12 +89,12 @@ class CheckedRun:
 
 @dataclass
 class CheckFindings:
-    """What one check found.
+    """The findings of one check.
 
     Attributes:
-        trouble: name of the trouble for errors from a place that has none of its own.
-        notes: a few words for the line of a check that found nothing.
-        launch_notes: notes that a launch logs.
+        trouble: default trouble of errors, by name; `trouble_of` takes precedence.
+        notes: short remarks for the check's line in the report.
+        launch_notes: remarks that a launch logs.
     """
 
     trouble: str
@@ -114,7 +114,7 @@ class CheckFindings:
         is_fatal: bool = True,
         error: UserError | None = None,
     ) -> None:
-        """Add a finding of the trouble ``name``; ``remedies`` precede those of the trouble."""
+        """Add a finding of the trouble ``name``, with ``remedies`` before the trouble's own."""
         trouble = TROUBLES[name]
         advice = (*remedies, *trouble.remedies) if remedies else ()
         finding = Finding(trouble, detail, advice, source, is_fatal, error)
@@ -124,7 +124,7 @@ class CheckFindings:
     def add_error(
         self, error: UserError, trouble: str | None = None, *, is_fatal: bool = True
     ) -> None:
-        """Add an error as a launch reports it."""
+        """Add an error as a finding, with the words that a launch prints."""
         detail = "\n".join(
             [error.what, *([error.why] if error.why else []), *getattr(error, "__notes__", ())]
         )
@@ -143,7 +143,7 @@ class CheckFindings:
         """Call ``check(*arguments)``; its errors and warnings become findings.
 
         Args:
-            trouble: the trouble of its errors; default: by where they are raised.
+            trouble: trouble of its errors; by default, it depends on where they are raised.
         """
         with self.report_warnings():
             try:
@@ -154,7 +154,7 @@ class CheckFindings:
 
     @contextmanager
     def report_warnings(self) -> Iterator[None]:
-        """Within the block, turn warnings in slime's log into findings that are not fatal."""
+        """Turn slime's log warnings within the block into findings that are not fatal."""
         logger = logging.getLogger("slime")
         handler = _Listener(self)
         propagates = logger.propagate
@@ -183,10 +183,10 @@ class Check:
     """One check of `slime doctor`.
 
     Attributes:
-        function: (case, findings); raises `LeftOut` if there is nothing to check.
-        trouble: name of the trouble for errors from a place that has none of its own.
-        after: checks that must not have failed or been left out, else this one is left out.
-        without_flags: the check can be made although the flags are wrong.
+        function: called with (case, findings); raises `LeftOut` if there is nothing to check.
+        trouble: default trouble of its errors, by name; see `CheckFindings`.
+        after: this check is left out if one of these has failed or was left out.
+        without_flags: the check can run even if the flags give no configuration.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Check data and rewards: the first rows go through the real template and the real reward."""
+"""Check data, hooks and rewards with the run's own rows, chat template and reward function."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from slime.samples.types import Sample, SampleStatus
 from slime.user_code.hooks import RewardFunction
 from slime.user_code.loading import check_signature, load_function
 
-#: Rows whose labels are tried as answers.
+#: Number of rows with labels that are tried as answers.
 _ROWS = 6
-#: Answers that consist of the label, in forms that rewards look for.
+#: Answers with the label, in forms that rewards look for.
 _FORMS = (
     "{}",
     "\\boxed{{{}}}",
@@ -45,14 +45,14 @@ _FORMS = (
     "<think>\n</think>\n<answer>{}</answer>",
 )
 _NOISE = "lorem ipsum zzz qqq"
-#: Values of --rm-type whose rewards do not depend on the label, with the reason; and the one that
-#: asks a server.
+#: --rm-type → why its rewards do not depend on the label; and the --rm-type that asks a
+#: server.
 _BLIND = {"random": "it is by chance", "ifbench": "it reads no labels"}
 _REMOTE = "remote_rm"
 
 
 def data(case: CheckedRun, findings: CheckFindings) -> None:
-    """Check that the rows of each data set can be used, with the messages of `slime train`."""
+    """Check that all rows of the data sets can be used, with the messages of `slime train`."""
     if case.names:
         raise LeftOut(f"not downloaded yet: {', '.join(case.names)}")
     report = findings.attempt(preflight.data_report, case.run, case.tokenizer)
@@ -68,17 +68,17 @@ def data(case: CheckedRun, findings: CheckFindings) -> None:
         findings.note(line)
         findings.launch_notes.append(line)
     if report.error is None:
-        remember(report.checked)  # the rollout process of a launch need not check them again
+        remember(report.checked)  # so that the rollout process does not check them again
 
 
 def hooks(case: CheckedRun, findings: CheckFindings) -> None:
-    """Check that every function of the user's can be imported and called."""
+    """Check that users' functions can be imported and have the right signatures."""
     findings.attempt(preflight.check_functions, case.run.flat(), trouble="hook")
     findings.attempt(preflight.warn_of_old_plugins, case.run)
 
 
 def reward(case: CheckedRun, findings: CheckFindings) -> None:
-    """Check that there is a reward, and that an answer with the label scores more than noise."""
+    """Check that there is a reward, and that the label as the answer scores above noise."""
     config = case.run
     findings.attempt(preflight.check_rewards, config)
     if any(finding.is_fatal for finding in findings.all):
@@ -106,9 +106,9 @@ def reward(case: CheckedRun, findings: CheckFindings) -> None:
     if len({str(row.label) for row in rows}) < 2:
         raise LeftOut("fewer than two different labels in the first rows (--label-key)")
     try:
-        # a run has it in logs/rollout.log
+        # in a run, this output goes to logs/rollout.log
         printed = io.StringIO() if case.is_launch else sys.stdout
-        # warnings about missing rewards are dropped: they are reported below
+        # drop warnings about missing rewards, which are reported below
         with (
             CheckFindings(findings.trouble).report_warnings(),
             contextlib.redirect_stdout(printed),
@@ -117,7 +117,7 @@ def reward(case: CheckedRun, findings: CheckFindings) -> None:
     except UserError as error:
         if _asks_a_server(error):
             raise LeftOut("it asks a server, which may not be up yet") from error
-        # functions that make samples of their own may give rewards what is not there here
+        # custom generate functions may add fields to samples that the reward needs
         rollout = config.rollout
         makes_samples = rollout.custom_generate_function_path or rollout.rollout_function_path
         findings.add_error(error, "reward-fails", is_fatal=not makes_samples)
@@ -128,7 +128,7 @@ def reward(case: CheckedRun, findings: CheckFindings) -> None:
             _judge(scores, findings)
 
 
-#: Packages whose errors are about a server.
+#: Packages with errors that are about a server.
 _CLIENTS = (
     "httpx", "httpcore", "aiohttp", "requests", "urllib", "urllib3", "openai", "anthropic",
     "grpc",
@@ -136,8 +136,8 @@ _CLIENTS = (
 
 
 def _asks_a_server(error: BaseException) -> bool:
-    """Whether a reward failed at a server or at an engine of the run, which may not be up before
-    the launch."""
+    """Whether a reward failed because of a server or an engine of the run, which may not be up
+    yet."""
     found: BaseException | None = error
     while found is not None:
         frames = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(found.__traceback__)]
@@ -153,7 +153,7 @@ def _asks_a_server(error: BaseException) -> bool:
 
 
 def _labelled(config: Config, tokenizer: Any) -> list[Sample]:
-    """Return the first rows with a label whose reward is computed here."""
+    """Return samples of the first rows that have a label and a locally computed reward."""
     form = RowFormat.of(config)
     found = list[Sample]()
     assert config.data.prompt_data is not None
@@ -191,10 +191,10 @@ class Scores:
     """Mean rewards of three kinds of answers.
 
     Attributes:
-        gold: the row's own label, in the form that scores best.
-        noise: text without any label.
-        other: another row's label, in the same form.
-        reads_label: an answer scores differently if the row has another label.
+        gold: answers with the row's own label, in the form that scores best.
+        noise: answers without any label.
+        other: answers with another row's label, in the same form.
+        reads_label: whether the score of an answer depends on the row's label.
     """
 
     gold: float
@@ -203,16 +203,16 @@ class Scores:
     reads_label: bool
 
 
-#: Scores (None after a trial), and the error of an answer for which the reward failed.
+#: Scores (None for ``trial_only``), and the first error of the reward, or None.
 _Found = tuple[Scores | None, UserError | None]
 
 
 def _scores(config: Config, rows: Sequence[Sample], tokenizer: Any, *, trial_only: bool) -> _Found:
-    """Score answers in a thread of their own.
+    """Score answers in a separate thread.
 
     Raises:
-        UserError: the reward fails for every label as the answer.
-        LeftOut: it takes too long.
+        UserError: the reward fails for all labels as answers, or takes longer than --rm-timeout.
+        LeftOut: the answers take too long.
     """
     reward = dataclasses.replace(
         config.reward, rm_timeout=min(config.reward.rm_timeout, deadlines.CHECKS_DATA_REWARD)
@@ -224,10 +224,10 @@ def _scores(config: Config, rows: Sequence[Sample], tokenizer: Any, *, trial_onl
     def score() -> None:
         try:
             done.put(asyncio.run(_scored(config, rows, tokenizer, patience, trial_only)))
-        except BaseException as error:  # raised below, in the thread that waits
+        except BaseException as error:  # raised below, in the calling thread
             done.put(error)
 
-    # in a thread, as an async function that blocks its loop cannot be ended
+    # a thread, because an async function that blocks its event loop cannot be cancelled
     threading.Thread(target=score, name="slime-doctor-reward", daemon=True).start()
     try:
         found = done.get(timeout=deadlines.CHECKS_DATA_ALL_REWARDS)
@@ -248,7 +248,7 @@ async def _scored(
     failures = list[UserError]()
 
     async def rewards_of(samples: list[Sample]) -> list[Any]:
-        """Rewards and errors, in the order of the samples."""
+        """Return a reward or an error for each sample, in order."""
         if not config.reward.group_rm:
             return list(await asyncio.gather(*map(pool.score, samples), return_exceptions=True))
         try:
@@ -258,7 +258,7 @@ async def _scored(
 
     async def mean(answers: Iterable[tuple[Sample, str]], *, must_score: bool = False) -> float:
         rewards = await rewards_of([_answered(row, text, tokenizer) for row, text in answers])
-        if any(pool.metrics().values()):  # it timed out, or a grader died
+        if any(pool.metrics().values()):  # a reward timed out, or a grader died
             if patience > config.reward.rm_timeout:
                 raise LeftOut(
                     f"it takes more than {deadlines.CHECKS_DATA_REWARD:g} s, which --rm-timeout "
@@ -305,7 +305,7 @@ async def _scored(
 
 
 def _answered(row: Sample, text: str, tokenizer: Any) -> Sample:
-    """Return a finished sample, as a reward function sees it in a run."""
+    """Return a completed sample, as a reward function sees it in a run."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     return dataclasses.replace(
         row,
@@ -313,7 +313,7 @@ def _answered(row: Sample, text: str, tokenizer: Any) -> Sample:
         response=text,
         tokens=[*row.tokens, *ids],
         response_length=len(ids),
-        label=copy.deepcopy(row.label),  # a reward may change what it is given
+        label=copy.deepcopy(row.label),  # a reward may modify its arguments
         metadata=copy.deepcopy(row.metadata),
         status=SampleStatus.COMPLETED,
     )

@@ -1,4 +1,4 @@
-"""Check the host: limits, disk and memory, GPUs, network. Every check is quick."""
+"""Check the host: limits, disk, memory, GPUs and network."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from slime.processes.host import (
 
 SHARED_MEMORY = Path("/dev/shm")
 _BUCKETS = 2
-#: Files that processes of a run hold besides the connections of requests.
+#: Open files per process in addition to the connections of requests.
 _OTHER_FILES = 512
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _INFINIBAND = Path("/sys/class/infiniband")
 _ASK_TORCH = (
     "import torch; print(torch.version.cuda, torch.cuda.is_available(), torch.cuda.device_count())"
 )
-#: Packages whose compilation takes seconds.
+#: Packages that take seconds to compile to bytecode.
 _LARGE = ("torch", "transformers", "ray", "sglang")
-#: Bytes of a parameter in a checkpoint: its weight, and its state of Adam and mixed precision.
+#: Bytes per parameter in a checkpoint: weight; Adam's states with the float32 weight.
 _WEIGHT = 2
 _STATES = 12
 
@@ -69,7 +69,7 @@ def host(case: CheckedRun, findings: CheckFindings) -> None:
             f"unset PYTHONDONTWRITEBYTECODE, or once: python -m compileall -q -j 0 {folder}",
             is_fatal=False,
         )
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # up to which a run raises the soft one
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # a run raises its soft limit to this
     if hard == resource.RLIM_INFINITY:
         return
     wanted = _OTHER_FILES + (requests_in_flight(case.config) if case.config is not None else 0)
@@ -82,7 +82,7 @@ def host(case: CheckedRun, findings: CheckFindings) -> None:
 
 
 def _not_compiled() -> dict[str, Path]:
-    """Find large packages without bytecode, and where each starts."""
+    """Return large package → its __init__.py, for packages without bytecode."""
     specs = {name: importlib.util.find_spec(name) for name in _LARGE}
     begin = {
         name: Path(spec.origin) for name, spec in specs.items() if spec is not None and spec.origin
@@ -95,8 +95,8 @@ def _not_compiled() -> dict[str, Path]:
 
 
 def shared_memory(case: CheckedRun, findings: CheckFindings) -> None:
-    """Check that /dev/shm has room for the buckets, if engines of this host get weights through
-    it."""
+    """Check that /dev/shm has room for the buckets of a push, if engines on this host receive
+    weights through it."""
     config = case.run
     by_memory = needs_engines(config) and not config.debug.debug_rollout_only
     if (
@@ -123,7 +123,7 @@ def shared_memory(case: CheckedRun, findings: CheckFindings) -> None:
 
 
 def _weights(config: Config) -> int:
-    """Count the model's parameters; 0 if its config.json does not tell."""
+    """Count the model's parameters; 0 if there is no config.json."""
     path = Path(config.checkpoint.hf_checkpoint or "")
     if not (path / "config.json").is_file():
         return 0
@@ -170,7 +170,7 @@ def disk(case: CheckedRun, findings: CheckFindings) -> None:
 
 
 def _nearest(path: Path) -> Path:
-    """Return the nearest folder on the path that exists."""
+    """Return the path itself or its nearest parent that exists."""
     found = path.absolute()
     while not found.exists():
         found = found.parent
@@ -194,7 +194,7 @@ def device(case: CheckedRun, findings: CheckFindings) -> None:
 
 
 def ask_torch() -> str:
-    """Ask torch in its own process for its CUDA version, whether there is a GPU, and how many."""
+    """Ask torch in a subprocess: "<CUDA version> <CUDA is available> <GPUs>", or its error."""
     command = [sys.executable, "-P", "-c", _ASK_TORCH]
     try:
         done = subprocess.run(
@@ -210,8 +210,8 @@ def ask_torch() -> str:
 
 
 def network(case: CheckedRun, findings: CheckFindings) -> None:
-    """Check the settings of NCCL and gloo, InfiniBand between nodes, the host's name, and proxies
-    in front of remote rewards."""
+    """Check the settings of NCCL and Gloo, InfiniBand between nodes, the host's name, and proxies
+    for remote rewards."""
     for name in _INTERFACES:
         if missing := absent_interfaces(os.environ.get(name, ""), psutil.net_if_addrs()):
             there = ", ".join(sorted(psutil.net_if_addrs()))
@@ -228,8 +228,8 @@ def network(case: CheckedRun, findings: CheckFindings) -> None:
 
 
 def absent_interfaces(setting: str, there: Mapping[str, object]) -> list[str]:
-    """Return names in a NCCL_SOCKET_IFNAME that match no interface. They are prefixes; after "="
-    they are whole names, and after "^" interfaces to avoid.
+    """Return the names in a NCCL_SOCKET_IFNAME that match no interface. Names are prefixes, or
+    whole names after "="; after "^" they are interfaces to avoid.
 
     Example:
         >>> (absent_interfaces("eth,ib0", {"eth0": [], "lo": []}),
@@ -284,7 +284,7 @@ def _proxy(config: Config, findings: CheckFindings) -> None:
 
 
 def ports(case: CheckedRun, findings: CheckFindings) -> None:
-    """Check that engines and router find ports."""
+    """Check that a port can be reserved for engines and router."""
     reserved = findings.attempt(reserve_port, trouble="ports")
     if reserved is not None:
         reserved.release()

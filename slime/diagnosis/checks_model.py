@@ -23,7 +23,7 @@ from slime.weights.quantised_launch import check_route
 
 
 def hub(case: CheckedRun, findings: CheckFindings) -> None:
-    """Check that names of the hub have a copy here or can be downloaded."""
+    """Check that models and data sets of the hub are downloaded or can be downloaded."""
     from slime.hub import dataset_name, is_hub_name, is_there
 
     model = case.run.checkpoint.hf_checkpoint
@@ -54,7 +54,7 @@ def hub(case: CheckedRun, findings: CheckFindings) -> None:
 
 
 def directory(case: CheckedRun, findings: CheckFindings) -> None:
-    """Check that there is a config.json of a known family."""
+    """Check that the directory has a config.json of a known model family."""
     path = str(case.model)
     name = case.run.checkpoint.model_name
     family = family_of(path, name)
@@ -63,14 +63,14 @@ def directory(case: CheckedRun, findings: CheckFindings) -> None:
 
 
 def architecture(case: CheckedRun, findings: CheckFindings) -> None:
-    """Check that no flag contradicts the model, and that the parallel layout divides it."""
+    """Check that no flag contradicts the model, and that the parallel layout can divide it."""
     findings.attempt(preflight.check_architecture, case.run)
     findings.attempt(preflight.check_context, case.run)
 
 
 def quantisation(case: CheckedRun, findings: CheckFindings) -> None:
-    """Check that engines can load the weights as config.json describes them, that the ignore list
-    of quantised weights fits the model, and that what computes them is installed."""
+    """Check that engines can load quantised weights as config.json describes them, that the ignore
+    list fits the model, and that the required library is installed."""
     findings.attempt(check_route, case.run)
     findings.attempt(check_ignore_list, case.run)
     findings.attempt(check_quantised_flags, case.run)
@@ -78,7 +78,7 @@ def quantisation(case: CheckedRun, findings: CheckFindings) -> None:
 
 
 def checkpoint(case: CheckedRun, findings: CheckFindings) -> None:
-    """Check --load, --save and --ref-load, and that the run will keep something."""
+    """Check --load, --save and --ref-load, and warn if the run saves nothing."""
     config = case.run
     plan = findings.attempt(resolve_load, config)
     if plan is not None:
@@ -89,12 +89,12 @@ def checkpoint(case: CheckedRun, findings: CheckFindings) -> None:
 
 
 def weights(case: CheckedRun, findings: CheckFindings) -> None:
-    """Check that every Hugging Face directory that is read is complete, layer by layer."""
+    """Check that every Hugging Face directory that the run reads has all weights of all layers."""
     config = case.run
     try:
         plan = resolve_load(config)
     except UserError:
-        # the check of the checkpoint reports it; the weights that engines serve are checked anyway
+        # the check of the checkpoint reports it; check the weights that engines serve anyway
         config = replace(
             config, checkpoint=replace(config.checkpoint, load=None, save=None, ckpt_step=None)
         )
@@ -111,8 +111,8 @@ def outputs(case: CheckedRun, findings: CheckFindings) -> None:
 
 
 def tokenizer(case: CheckedRun, findings: CheckFindings) -> None:
-    """Check that the tokenizer can be read, its ids have rows in the embedding, and something ends
-    a turn, with and without the template."""
+    """Check that the tokenizer can be read, that the embedding has rows for its ids, and that a
+    stop token ends a turn, with and without the chat template."""
     found = case.tokenizer
     findings.attempt(preflight.check_teachers, case.run)
     rows = read_hf_config(str(case.model)).get("vocab_size")

@@ -14,7 +14,7 @@ from slime.placement import PlacementPlan, needs_engines
 from slime.processes.host import num_gpus
 from slime.run import preflight
 
-#: Staleness that is reported: rollouts between the push of a sample's weights and training on it.
+#: Staleness from which a run gets a warning, in rollouts from the push of weights to training.
 _STALE = 4
 
 
@@ -34,14 +34,14 @@ def flags(case: CheckedRun, findings: CheckFindings) -> None:
 
 
 def slots(case: CheckedRun, findings: CheckFindings) -> None:
-    """Check that there are as many GPUs (or process slots) as the run asks for, here or in the
-    cluster that it joins."""
+    """Check that this host, or the cluster that the run joins, has enough GPUs (or process
+    slots)."""
     findings.attempt(preflight.check_slots, case.run)
     findings.note(PlacementPlan.of(case.run).formula)
 
 
 def node(case: CheckedRun, findings: CheckFindings) -> None:
-    """Check that this host, one of several, has its part of the GPUs."""
+    """Check that this host, one of several, has --num-gpus-per-node GPUs."""
     expected = case.run.cluster.num_gpus_per_node
     here = num_gpus()
     is_told = not case.run.origins["num_gpus_per_node"].startswith("derived")
@@ -51,7 +51,7 @@ def node(case: CheckedRun, findings: CheckFindings) -> None:
 
 
 def engines(case: CheckedRun, findings: CheckFindings) -> None:
-    """Check that the engines can be started and follow the trainer's weights."""
+    """Check that the engines can start and receive the trainer's weights."""
     config = case.run
     if not needs_engines(config):
         raise LeftOut("the run has no engines")
@@ -63,7 +63,7 @@ def engines(case: CheckedRun, findings: CheckFindings) -> None:
 
 
 def trainer(case: CheckedRun, findings: CheckFindings) -> None:
-    """Check that the libraries that the trainer's flags and its model need are installed."""
+    """Check that the libraries for the trainer's flags and its model are installed."""
     findings.attempt(preflight.check_transformer_engine, case.run)
     findings.attempt(preflight.check_windows, case.run)
     findings.attempt(preflight.warn_of_slow_delta_nets, case.run)
@@ -95,7 +95,7 @@ def memory(case: CheckedRun, findings: CheckFindings) -> None:
 
 
 def age(case: CheckedRun, findings: CheckFindings) -> None:
-    """Check how old samples may be."""
+    """Check the staleness of samples."""
     config = case.run
     if not needs_engines(config) or config.debug.debug_rollout_only:
         raise LeftOut("no weights are pushed")
@@ -113,7 +113,7 @@ def age(case: CheckedRun, findings: CheckFindings) -> None:
 
 
 def credentials(case: CheckedRun, findings: CheckFindings) -> None:
-    """Check the keys of services that the run uses, and the packages of its trackers."""
+    """Check the packages of trackers, and the API key of W&B."""
     observe = case.run.observe
     trackers = [
         name for name in ("mlflow", "trackio", "swanlab") if getattr(observe, f"use_{name}")

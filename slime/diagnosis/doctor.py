@@ -1,6 +1,6 @@
-"""Make the checks of `slime doctor` and of a launch, and report what they find.
+"""Run the checks of `slime doctor` and of a launch, and report their findings.
 
-A trouble does not end the examination: the next check is made unless it needs what is broken.
+A failed check does not end the examination: the checks that do not depend on it still run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slime.run.preflight import joins_cluster
 
 logger = get_logger(__name__)
 
-#: In the order of the report.
+#: All checks, in the order of the report.
 CHECKS: tuple[Check, ...] = (
     Check("flags", checks_plan.flags, "flags-contradict", without_flags=True),
     Check("host", checks_host.host, "open-files", without_flags=True),
@@ -54,20 +54,20 @@ CHECKS: tuple[Check, ...] = (
     Check("credentials", checks_plan.credentials, "wandb-key"),
 )
 
-#: The checks on one host of several.
+#: The checks for one host of several.
 NODE_CHECKS = tuple(
     replace(check, function=checks_plan.node) if check.name == "GPUs" else check for check in CHECKS
 )
 
-#: Every launch makes these and logs what they find; they take milliseconds.
+#: Checks that every launch runs; they take milliseconds, and their findings are only logged.
 _AT_START = ("host", "network", "disk", "shared memory")
-#: A launch refuses a run by these before anything starts.
+#: Checks that refuse a launch before anything starts.
 _AT_LAUNCH = (
     "hub", "model", "quantisation", "architecture", "checkpoint", "weights", "tokenizer",
     "data", "hooks", "reward", "outputs", "GPUs", "engines", "trainer", "credentials",
 )  # fmt: skip
 
-#: An error of these modules is a defect of a check, not of the run.
+#: An error raised in these modules is a bug of a check, not a problem of the run.
 _OURS = "slime.diagnosis."
 
 State = Literal["ok", "warning", "FAIL", "left out"]
@@ -78,8 +78,8 @@ class CheckOutcome:
     """The outcome of one check.
 
     Attributes:
-        note: a few words about the result, or why the check was left out.
-        launch_notes: notes that a launch logs.
+        note: short remark about the result, or why the check was left out.
+        launch_notes: remarks that a launch logs.
     """
 
     check: Check
@@ -92,14 +92,14 @@ class CheckOutcome:
 
 @dataclass(frozen=True)
 class Report:
-    """All outcomes, in the order of the table."""
+    """All outcomes, in order, and the total seconds."""
 
     outcomes: tuple[CheckOutcome, ...]
     seconds: float
 
     @property
     def findings(self) -> list[Finding]:
-        """Each finding once, the fatal ones first."""
+        """All findings without duplicates, fatal ones first."""
         found = list(
             dict.fromkeys(finding for outcome in self.outcomes for finding in outcome.findings)
         )
@@ -117,12 +117,12 @@ def examine(
     *,
     with_round: bool = False,
 ) -> Report:
-    """Check the run of a command line. Without a round this starts, downloads and writes nothing.
+    """Check the run of a command line. Without a round, this starts, downloads and writes nothing.
 
     Args:
         argv: the flags of the run.
         entry: "train" or "train_async".
-        with_round: run one round, if no check failed.
+        with_round: also run one round, if no check has failed.
     """
     started = time.perf_counter()
     case = CheckedRun.of(argv, entry)
@@ -134,7 +134,7 @@ def examine(
 
 
 def outcomes_of(case: CheckedRun, checks: Iterable[Check]) -> list[CheckOutcome]:
-    """Make the checks in order; leave out one whose prerequisite failed."""
+    """Run the checks in order; leave out checks with a failed prerequisite."""
     outcomes = dict[str, CheckOutcome]()
     for check in checks:
         outcomes[check.name] = _made(check, case, outcomes)
@@ -142,14 +142,14 @@ def outcomes_of(case: CheckedRun, checks: Iterable[Check]) -> list[CheckOutcome]
 
 
 def preflight(config: Config, errors: Sequence[UserError] = ()) -> LoadPlan:
-    """Check models, hooks, rewards, data, output directories and the size of the run; log warnings.
+    """Run the checks of a launch (`_AT_LAUNCH`); log their warnings.
 
     Args:
-        errors: what is wrong with the flags; ``config`` leaves these flags out (`judge_args`).
+        errors: errors in the flags; ``config`` leaves these flags out (`judge_args`).
     Returns:
-        What will be loaded.
+        What the run will load.
     Raises:
-        UserError: everything that cannot work, in one.
+        UserError: the errors and all fatal findings, combined.
     """
     raise_open_files()
     if not joins_cluster(config):
@@ -169,7 +169,7 @@ def preflight(config: Config, errors: Sequence[UserError] = ()) -> LoadPlan:
 
 
 def as_error(finding: Finding) -> UserError:
-    """Return the error behind a finding, or one with its words."""
+    """Return the error that caused a finding, else a new error with its words."""
     if finding.error is not None:
         return finding.error
     what, *why = finding.detail.splitlines()
@@ -177,8 +177,8 @@ def as_error(finding: Finding) -> UserError:
 
 
 def at_start(config: Config) -> list[Finding]:
-    """Make the quick checks of the host at launch. A check that fails itself reports nothing, so
-    that it ends no run."""
+    """Run the quick checks of the host at launch. Findings about a broken check are dropped, so
+    that a bug in a check ends no run."""
     case = CheckedRun(config)
     checks = [check for check in CHECKS if check.name in _AT_START]
     found = [finding for check in checks for finding in _made(check, case, {}).findings]
@@ -196,7 +196,7 @@ def _made(check: Check, case: CheckedRun, earlier: dict[str, CheckOutcome]) -> C
     except LeftOut as reason:
         findings.notes = [str(reason)]
     except (Exception, SystemExit) as error:
-        # the next check is made; a launch fails, since it would run the same code
+        # doctor goes on with the next check; a launch fails, since it would run the same code
         if case.is_launch and not case.errors:
             raise
         if case.errors and check.name != "flags":
@@ -211,7 +211,7 @@ def _made(check: Check, case: CheckedRun, earlier: dict[str, CheckOutcome]) -> C
             is_fatal=not _place(error).startswith(_OURS),
         )
     if check.name != "flags":
-        # one that names a doubtful flag may only follow from what is wrong with that
+        # drop findings that name a doubtful flag: they may be consequences of its error
         findings.all = [one for one in findings.all if not options_in(one.detail) & case.doubtful]
     if findings.all:
         state = "FAIL" if any(finding.is_fatal for finding in findings.all) else "warning"
@@ -230,7 +230,7 @@ def _require(check: Check, case: CheckedRun, earlier: dict[str, CheckOutcome]) -
     """Check the prerequisites of a check.
 
     Raises:
-        LeftOut: one is missing.
+        LeftOut: there is no configuration, or an earlier check has failed or was left out.
     """
     if case.config is None and not check.without_flags:
         raise LeftOut("the flags cannot be read yet")
@@ -240,7 +240,7 @@ def _require(check: Check, case: CheckedRun, earlier: dict[str, CheckOutcome]) -
 
 
 def _place(error: BaseException) -> str:
-    """Return the innermost line of slime in a traceback: "slime.prompts.readers:141"."""
+    """Return slime's innermost line in a traceback: "slime.prompts.readers:141"; "" if none."""
     lines = [
         (str(frame.f_globals.get("__name__")), line) for frame, line in walk_tb(error.__traceback__)
     ]
@@ -253,7 +253,7 @@ def _place(error: BaseException) -> str:
 
 
 def text(report: Report) -> str:
-    """Format a line for each check, then each finding with cause and remedies."""
+    """Format one line per check, then each finding with its cause and remedies."""
     width = max(len(outcome.check.name) for outcome in report.outcomes)
     lines = [f"{o.check.name:<{width}}  {o.state:<8}  {_line(o)}".rstrip() for o in report.outcomes]
     for finding in report.findings:
@@ -297,5 +297,5 @@ def as_json(report: Report) -> dict[str, object]:
             for o in report.outcomes
         ],
     }
-    # errors of users' code quote whatever it was given
+    # errors of users' code may quote values that JSON cannot hold
     return cast(dict[str, object], json_safe(shown))

@@ -1,6 +1,6 @@
-"""Explain from a run folder how the run ended: the likeliest cause first, and what to do next.
+"""Explain from a run folder how the run ended: the likeliest causes first, and what to do next.
 
-Only the folder is read, whatever state it is in, and of large files only their ends
+Only the folder is read. It may be damaged, and large files are read only at their two ends
 (`slime.diagnosis.reading`).
 """
 
@@ -28,30 +28,30 @@ from slime.observe.run_data import flags_with_origins, merge_rows
 from slime.observe.run_folder import RunFolder, is_held
 from slime.processes.host import slime_command
 
-#: Bytes read from the end of metrics.jsonl, where the newest rows are.
+#: Bytes that are read from the end of metrics.jsonl, where the newest rows are.
 _METRICS_BYTES = 4 << 20
 _OBJECT_BYTES = 16 << 20
-#: Larger steps and times are damage.
+#: Larger steps and times in files are taken for damage.
 _LARGEST_NUMBER = 1e11
-#: Errors with these names state cause and remedy themselves.
+#: Classes of errors with messages that state cause and remedy.
 _SAYS_WHY = ("UserError", "OutOfMemory", "NonFiniteTraining", "WeightMismatch")
-#: Errors whose message needs no class name before it.
+#: Classes of errors with messages that need no class name before them.
 _PLAIN_WORDS = (*_SAYS_WHY, "RunFailed", "ActorDied", "DeadlinePassed", "ConnectionBroken")
-#: With more responses cut at the length limit, generation is taken to be endless.
+#: Share of truncated responses from which generation counts as endless.
 _MOST_TRUNCATED = 0.9
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The state of a run and what was found.
+    """The state of a run and the findings about it.
 
     Attributes:
         state: "running", "finished", "stopped", "failed", "killed" or "unknown".
-        stage: the newest; "" where there is only one.
-        step: of the newest row of metrics; None before the first.
-        checkpoint: the newest whole one.
-        next: a command; "" where there is none to give.
-        findings: the most direct cause first.
+        stage: the newest stage; "" for a run without stages.
+        step: step of the newest row of metrics; None before the first.
+        checkpoint: the newest complete checkpoint; None if there is none.
+        next: command to run next; "" if none applies.
+        findings: fatal ones first, each group with the most direct cause first.
         notes: what was not read, and why.
     """
 
@@ -79,10 +79,10 @@ class Explanation:
 
 
 def explain(folder: Path) -> Explanation:
-    """Examine the newest stage of a run, whatever state its folder is in.
+    """Examine the newest stage of a run.
 
     Raises:
-        UserError: it is no run folder.
+        UserError: ``folder`` is not a run folder.
     """
     if not folder.is_dir():
         raise UserError(f"there is no run folder {folder}", fix="pass a directory below outputs/")
@@ -165,7 +165,7 @@ def _rows(run: RunFolder, stage: str) -> list[dict[str, Any]]:
         try:
             row = orjson.loads(line) if line.strip() else None
         except orjson.JSONDecodeError:
-            # being written, cut by a crash, or by where we begin to read
+            # an incomplete line: being written, cut by a crash, or cut by `read_ends`
             continue
         if isinstance(row, dict) and (row.get("stage") or "") == stage:
             rows.append(row)
@@ -178,13 +178,13 @@ def _state(folder: Path, entry: dict[str, Any]) -> str:
         return state
     lock = folder / ".lock"
     held = not lock.is_symlink() and lock.is_file() and is_held(folder)
-    # locks may not reach another host
+    # a file system may not share locks between hosts
     elsewhere = entry.get("host") != platform.node() and time.time() - _written(folder) < 600
     return "running" if held or elsewhere else "killed"
 
 
 def _written(folder: Path) -> float:
-    """Return when the run last wrote something."""
+    """Return when the run last wrote metrics or logs, in epoch seconds."""
     times = [0.0]
     for path in (folder / "metrics.jsonl", *run_logs(folder)):
         try:
@@ -195,7 +195,7 @@ def _written(folder: Path) -> float:
 
 
 def _since(entry: dict[str, Any]) -> str:
-    """Return when this launch began, as its logs write it; "" if their clock is another host's."""
+    """Return the start of this launch in the format of its logs; "" if it is on another host."""
     started = _number(entry.get("started"))
     if not started or entry.get("host") != platform.node():
         return ""
@@ -205,7 +205,7 @@ def _since(entry: dict[str, Any]) -> str:
 def _crash(
     run: RunFolder, stage: str, entry: dict[str, Any], state: str
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Find the newest crash of this launch; earlier ones were dealt with."""
+    """Return folder and crash.json of the newest crash of this launch; None if there is none."""
     if state not in ("failed", "unknown") or not run.crash.is_dir():
         return None
     for folder in sorted(run.crash.iterdir(), reverse=True):
@@ -219,8 +219,8 @@ def _crash(
 
 
 def _crash_sources(crash: tuple[Path, dict[str, Any]] | None) -> list[TextSource]:
-    """Return the error that ended the run as texts: the lines after its first, which may quote an
-    engine's log; its first line; and the traceback."""
+    """Return the error that ended the run as three sources: the lines of its message after the
+    first, which may quote an engine's log; the first line; and the traceback."""
     if crash is None:
         return []
     folder, error = crash
@@ -255,8 +255,8 @@ def _crash_sources(crash: tuple[Path, dict[str, Any]] | None) -> list[TextSource
 def _log_findings(
     sources: list[TextSource], flags: Flags, state: str, since: str
 ) -> list[tuple[int, Finding]]:
-    """Return a finding per trouble from where it shows best: the error for words of ours, else the
-    newest line of a log."""
+    """Return one ranked finding per trouble, from its best source: the error of the run for slime's
+    own errors, else the newest matching line of a log."""
     ended = state not in ("running", "finished", "stopped")
     by_trouble: dict[str, list[Seen]] = {}
     for source in sources:
@@ -286,7 +286,7 @@ def _log_findings(
 
 
 def _is_named(remedy: str, own: tuple[str, ...]) -> bool:
-    """Whether the error's own fixes name the same flag."""
+    """Whether one of the error's own fixes names the same flag as ``remedy``."""
     flag = re.search(r"--[a-z-]+", remedy)
     return flag is not None and any(flag[0] in way for way in own)
 
@@ -300,14 +300,14 @@ def _rank(seen: Seen) -> int:
 
 
 def _message(sources: list[TextSource], name: str) -> list[str]:
-    """Return the lines after the first of the error that ended the run. They name causes and fixes
-    with values that are written nowhere else (batches, peaks)."""
+    """Return the lines of the error that ended the run, without its first one. They name causes and
+    fixes with values that are written nowhere else (batches, peaks)."""
     lines = next((source.lines for source in sources if source.name == name), [])
     return [line.text for line in lines]
 
 
 def _why(message: list[str]) -> str:
-    """Return an error's own account of its cause, and the line of the user's code."""
+    """Return the cause that an error states, and the line of the user's code that it names."""
     ends = [
         index
         for index, text in enumerate(message)
@@ -338,7 +338,7 @@ def _end_findings(
     state: str,
     entry: dict[str, Any],
 ) -> list[tuple[int, Finding]]:
-    """Describe the end itself if no signature has the words of its error."""
+    """Return a finding about the end of the run if no signature matches its error."""
     if state == "killed":
         pid = entry.get("pid")
         host = entry.get("host")
@@ -372,10 +372,10 @@ def _end_findings(
 
 
 def _alarm_findings(rows: list[dict[str, Any]], flags: Flags, *, ended: bool) -> list[Finding]:
-    """Find alarms in the metrics: they end no run, and may make it worthless."""
+    """Return findings for the alarms of the metrics; they are not fatal."""
     try:
         alarms = find_alarms(rows, ended=ended, flags=flags)
-    except (TypeError, KeyError, ValueError):  # rows of another version
+    except (TypeError, KeyError, ValueError):  # rows of another version of slime
         return []
     return [_alarm_finding(alarm, rows, flags) for alarm in alarms]
 
@@ -407,12 +407,12 @@ def _checkpoint(folder: Path, flags: Flags, entry: dict[str, Any]) -> Path | Non
     save = flags.get("save")
     if not isinstance(save, str) or not save:
         return None
-    began = Path(str(entry.get("cwd") or "."))  # relative paths of a run count from there
+    began = Path(str(entry.get("cwd") or "."))  # relative paths in its flags start there
     for root in (began / save, folder / "checkpoints"):
         try:
             if root.is_dir() and (found := newest_whole(root)) is not None:
                 return found
-        except (OSError, UserError):  # damaged, or not ours to read: then there is none to name
+        except (OSError, UserError):  # damaged, or not readable for this user
             continue
     return None
 

@@ -1,6 +1,6 @@
-"""Run one round as small as possible, in its own folder: generate, train, push.
+"""Run one minimal round in its own folder: generate, train, push.
 
-The command and the flags are the run's own, except those for how much there is of it.
+The command and the flags are the run's own, except for flags of its length and size.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from slime.processes.owner import die_with_parent
 _PROMPTS = 2
 _SAMPLES = 2
 _TOKENS = 64
-#: Mean difference of log-probs up to which trainer and engine compute the same.
+#: Mean difference of log-probs up to which trainer and engine count as equal, in nats.
 _DIFFERENCE = 0.1
 _METRIC = "train/train_rollout_logprob_abs_diff"
 _LAST_LINES = 8
-#: Flags that a round does not take: its length and size, what is saved and compared, loggers.
+#: Flags that a round does not take from the run: length, size, saving, evaluation, trackers.
 _NOT_GIVEN = (
     "config", "custom_config_path", "megatron_config_path", "dry_run", "num_epoch", "num_rollout",
     "start_rollout_id", "stage", "run_name", "output_dir", "global_batch_size",
@@ -52,7 +52,7 @@ _KEPT = ("debug_train_only",)
 
 
 def one_round(case: CheckedRun, findings: CheckFindings) -> None:
-    """Check that weights arrive unchanged, and that trainer and engine agree on log-probs."""
+    """Check that weights reach engines unchanged, and that both sides agree on log-probs."""
     config = case.run
     if not goes_round(config):
         raise LeftOut("the run does not generate, train and push")
@@ -91,7 +91,7 @@ def how_it_failed(status: int, output: Sequence[str], folder: Path) -> str:
 def flags_of_a_round(
     config: Config, folder: Path, more: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the run's flags cut down, overridden by ``more``, for a configuration file."""
+    """Return the flags of a minimal round for a configuration file; ``more`` overrides them."""
     values = config.values()
     given = {
         dest: values[dest]
@@ -105,7 +105,7 @@ def flags_of_a_round(
     }
     load = config.checkpoint.load
     if load is not None and load == config.checkpoint.save and read_tracker(Path(load)) is None:
-        kept.pop("load", None)  # a run that resumes itself, and has nothing yet
+        kept.pop("load", None)  # --load is the run's own --save, and has no checkpoint yet
     megatron = config.megatron
     cluster = config.cluster
     model = (
@@ -145,12 +145,12 @@ def _plain(value: Any) -> Any:
 def launch(
     config: Config, folder: Path, more: Mapping[str, Any] | None = None
 ) -> tuple[int, list[str]]:
-    """Run the round to its end.
+    """Run the round until it ends or its deadline passes.
 
     Args:
-        more: flags besides, by name with underscores.
+        more: further flags, by name with underscores.
     Returns:
-        Exit status, and the lines that it printed.
+        Exit status (negative for a signal), and the lines that it printed.
     """
     flags = flags_of_a_round(config, folder, more)
     if config.extra:
@@ -183,7 +183,7 @@ def launch(
 
 
 def _last_row(folder: Path) -> dict[str, float]:
-    """Return the metrics of the step; {} if there are none."""
+    """Return the metrics of the round's step; {} if there are none."""
     file = folder / "round" / "metrics.jsonl"
     rows = [orjson.loads(line) for line in file.read_bytes().splitlines()] if file.is_file() else []
     return next((row for row in reversed(rows) if _METRIC in row), {})

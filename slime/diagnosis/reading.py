@@ -1,5 +1,5 @@
-"""Read files of a run folder safely, though some may be huge, half-written, links or pipes. Only
-regular files within the folder are opened, and only their two ends are read."""
+"""Read files of a run folder safely: some may be huge, half-written, links or pipes. Only regular
+files inside the folder are opened, and large files are read only at their two ends."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-#: Bytes read of a log: the launch is at its head, the end at its tail.
+#: Bytes of a log that are read: the head shows the launch, the tail the end.
 HEAD_BYTES = 256 << 10
 TAIL_BYTES = 2 << 20
-#: Longer lines are cut.
+#: Maximum characters of a line; longer lines are cut.
 _MOST_CHARACTERS = 2000
-#: Logs read of one run, those written last.
+#: Maximum number of logs that are read, newest first.
 MOST_LOGS = 64
-#: What a text that is searched for causes can be: a process's log, the error that ended the run, or
-#: its traceback.
+#: Kinds of `TextSource` that signatures may name: logs of processes, the error that ended the run,
+#: and its traceback.
 KINDS = frozenset({"engine", "trainer", "rollout", "router", "driver", "crash", "traceback"})
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -28,8 +28,8 @@ class TextLine:
     """A line of a text.
 
     Attributes:
-        number: from the beginning of the file, 1 is the first; negative: from its end, -1 is the
-            last.
+        number: line number in the file, from 1; negative numbers count from its end, -1 is the
+            last line.
     """
 
     text: str
@@ -45,10 +45,10 @@ class TextSource:
     """A text that is searched for causes.
 
     Attributes:
-        name: for people: "logs/engine-0.log".
-        kind: one of `KINDS`; logs of other processes have other ones.
-        lines: in order.
-        num_skipped: bytes between its two ends that were not read.
+        name: display name: "logs/engine-0.log".
+        kind: one of `KINDS`, or another word for logs of other processes.
+        lines: the lines, in order.
+        num_skipped: bytes between the two ends that were not read.
     """
 
     name: str
@@ -58,30 +58,30 @@ class TextSource:
 
 
 def is_within(path: Path, root: Path) -> bool:
-    """Whether a path is a regular file below ``root`` that is reached through no link."""
+    """Whether a path is a regular file inside ``root`` and has no link in it below ``root``."""
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             return False
         return path.resolve().is_relative_to(root.resolve()) and path.parent.resolve() == _plain(
             path.parent, root
         )
-    except OSError:  # it was removed meanwhile, or we may not read its folder
+    except OSError:  # removed meanwhile, or in a folder that this user may not read
         return False
 
 
 def _plain(folder: Path, root: Path) -> Path:
-    """Return ``folder`` below the resolved root; it is not resolved itself if one of its parts is a
-    link."""
+    """Return ``folder`` below the resolved root. The result differs from ``folder.resolve()`` if a
+    part below ``root`` is a link."""
     return root.resolve() / folder.relative_to(root)
 
 
 def read_ends(
     path: Path, root: Path, head: int = HEAD_BYTES, tail: int = TAIL_BYTES
 ) -> tuple[bytes, bytes, int]:
-    """Return the beginning and the end of a file, and how many bytes lie between them; a file that
-    fits is all beginning.
+    """Return the beginning and the end of a file, and the number of bytes between them. A file of
+    at most ``head + tail`` bytes is all beginning.
 
-    A file that cannot be read (a link, a pipe, one that was removed) counts as empty.
+    A file that cannot be read (a link, a pipe, a removed file) counts as empty.
     """
     if not is_within(path, root):
         return b"", b"", 0
@@ -99,22 +99,22 @@ def read_ends(
 
 
 def read_log(path: Path, root: Path) -> TextSource:
-    """Read the two ends of a log as lines, without colours."""
+    """Read the two ends of a log as lines, without colour codes."""
     head, tail, skipped = read_ends(path, root)
     lines = [TextLine(text, number) for number, text in enumerate(_texts(head), 1)]
     if skipped:
-        last = _texts(tail.partition(b"\n")[2])  # the first line is cut
+        last = _texts(tail.partition(b"\n")[2])  # drop the incomplete first line
         lines = lines[:-1] + [
             TextLine(text, number - len(last)) for number, text in enumerate(last)
         ]
     kind = path.stem.partition("-")[0]
-    # a critic's ranks train as the policy's do
+    # signatures treat a critic's ranks like the policy's
     kind = "trainer" if kind == "critic" else kind
     return TextSource(str(path.relative_to(root)), kind, lines, skipped)
 
 
 def _texts(content: bytes) -> list[str]:
-    # by newlines alone: a progress bar's carriage returns do not count as lines in an editor
+    # split only at newlines: editors do not count carriage returns of progress bars as lines
     texts = content.decode("utf-8", "replace").split("\n")
     if texts and not texts[-1]:
         texts.pop()
@@ -127,7 +127,7 @@ def _texts(content: bytes) -> list[str]:
 
 
 def run_logs(root: Path) -> Iterator[Path]:
-    """Yield the logs of a run by name; of very many, those written last."""
+    """Yield the `MOST_LOGS` newest logs of a run, sorted by name."""
     folder = root / "logs"
     found = (
         [path for path in folder.glob("*.log") if is_within(path, root)] if folder.is_dir() else []

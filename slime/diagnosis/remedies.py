@@ -1,4 +1,4 @@
-"""Remedies with the values of a run's flags, for signatures in data/troubles.toml that name one."""
+"""Remedies with the values of a run's flags. Signatures in data/troubles.toml name them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from slime.diagnosis.troubles import TROUBLES
 from slime.engines.kinds import engine_named
 
-#: Flags of a run by name with underscores, as config.json has them; unset ones may be missing.
+#: Flags of a run by name with underscores, as in config.json; unset flags may be missing.
 Flags = Mapping[str, Any]
 _OPTION = re.compile(r"--([a-z][a-z-]*[a-z])")
 _FRACTION = "--sglang-mem-fraction-static"
@@ -21,7 +21,7 @@ def _now(flags: Flags, name: str) -> str:
 
 
 def _flag_in(words: str) -> str:
-    """Find the first flag: "a smaller --rollout-batch-size" names ``rollout_batch_size``."""
+    """Return the first flag: "a smaller --rollout-batch-size" → ``rollout_batch_size``."""
     found = _OPTION.search(words)
     assert found is not None, words
     return found[1].replace("-", "_")
@@ -32,7 +32,7 @@ def _with_value(flags: Flags, words: str) -> str:
 
 
 def _fraction(flags: Flags, factor: float) -> str:
-    """Return the flag of the engine's share of a GPU's memory with another value."""
+    """Return a remedy that multiplies the engine's share of GPU memory by ``factor``."""
     value = flags.get("sglang_mem_fraction_static")
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return f"{_FRACTION} {0.7 if factor < 1 else 0.9} (not set: SGLang's own choice)"
@@ -95,7 +95,7 @@ def _smaller_host(flags: Flags) -> list[str]:
     ways = [first]
     if flags.get("num_data_workers"):
         ways.append(f"--num-data-workers {flags['num_data_workers']} → 0")
-    # a sleeping trainer's moments are on the host either way
+    # when colocated, a sleeping trainer's optimizer states are on the host either way
     if flags.get("offload_optimizer_states") and not flags.get("colocate"):
         ways.append(
             "without --offload-optimizer-states: 8 bytes per parameter and replica less on the host"
@@ -106,7 +106,7 @@ def _smaller_host(flags: Flags) -> list[str]:
 
 
 def _four_steps(flags: Flags) -> list[str]:
-    """Return steps to find the kernel of an illegal access, given what this run has switched on."""
+    """Return steps to find the kernel of an illegal memory access, adapted to the run's flags."""
     speculative = flags.get("sglang_speculative_algorithm")
     graphs = not flags.get("sglang_disable_cuda_graph")
     second = []
@@ -118,7 +118,7 @@ def _four_steps(flags: Flags) -> list[str]:
     tried = ""
     if len(second) == 1:
         tried = f" ({'speculative decoding is' if graphs else 'CUDA graphs are'} off already)"
-    # the main model never takes DeepEP
+    # only the speculative model can use DeepEP
     deepep = flags.get("sglang_speculative_moe_a2a_backend") == "deepep"
     third = (
         "without DeepEP: leave --sglang-speculative-moe-a2a-backend out"
@@ -187,7 +187,7 @@ def _engine_died(flags: Flags) -> list[str]:
 
 
 def endless_generation(flags: Flags) -> list[str]:
-    """Return the remedies of the trouble of this name, with this run's values."""
+    """Return the remedies of the trouble "endless-generation" with the run's values."""
     stops = flags.get("rollout_stop_token_ids") or flags.get("rollout_stop") or "not set"
     end_token, longer, template = TROUBLES["endless-generation"].remedies
     ways = [
@@ -197,7 +197,7 @@ def endless_generation(flags: Flags) -> list[str]:
     return ways if flags.get("apply_chat_template") else [*ways, template]
 
 
-#: Name in a signature → remedies.
+#: Field ``exact`` of a signature → function that returns the remedies.
 REMEDIES: dict[str, Callable[[Flags], list[str]]] = {
     "smaller-engine": _smaller_engine,
     "larger-cache": _larger_cache,

@@ -1,8 +1,8 @@
-"""Find known troubles in the logs and the error of a run, by the signatures in data/troubles.toml.
+"""Find known troubles in the logs and the error of a run by the signatures in data/troubles.toml.
 
-A signature has the words of the library that reports a trouble, and the place where it reports
-them: the last line of a traceback, a line of NCCL's own, the first line of our errors. So the
-output of a user's function matches none.
+A signature holds the words of the library that reports a trouble, and the place where they appear:
+the last line of a traceback, a log line such as NCCL's, or the first line of slime's own errors. So
+printed output of a user's function matches no signature.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slime.diagnosis.troubles import SIGNATURE_TABLES, TROUBLES, Trouble
 
 
 class Level(enum.IntEnum):
-    """Distance of a trouble from the cause of a run's end; the lowest level is reported first."""
+    """Distance of a trouble from the cause of a run's end; lower levels are reported first."""
 
     CAUSE = 0
     TIME_OUT = 1
@@ -34,7 +34,7 @@ _PREFIX = (
     r"(?:WARNING|ERROR|CRITICAL) +"
     r"\S+(?: \d+)?  [\w.]+: |error: |ERROR: +|what\(\): +|Uncaught exception: |\w+\.cc:\d+: )*"
 )
-#: Form of a signature → regular expression of the text before its words.
+#: Form of a signature → regular expression of the text before its words in the line.
 _BEFORE = {
     "raised": r"(?:\[[^\]]{1,80}\]:? ?)*(?:why: )?(?:[A-Za-z_]\w*\.)*",
     "logged": rf"\s*{_PREFIX}",
@@ -47,8 +47,8 @@ class Signature:
     """How one trouble is recognised; data/troubles.toml describes the fields.
 
     Attributes:
-        patterns: one of them matches the beginning of a line that reports the trouble.
-        exact: returns remedies with this run's values; if it returns none, the trouble's own count.
+        patterns: one of them matches from the start of a line that reports the trouble.
+        exact: returns remedies with the run's values; if it returns [], the trouble's own apply.
     """
 
     trouble: Trouble
@@ -92,7 +92,7 @@ class Signature:
     def fits(
         self, source: TextSource, line: TextLine, before: Sequence[str], is_raised: bool
     ) -> bool:
-        """Whether a line, given those before it, reports the trouble."""
+        """Whether a line with the texts ``before`` it reports the trouble."""
         if self.kinds and source.kind not in self.kinds:
             return False
         if self.form == "raised" and not is_raised:
@@ -111,30 +111,30 @@ SIGNATURES: tuple[Signature, ...] = tuple(
 
 @dataclass(frozen=True)
 class Seen:
-    """A signature in a source."""
+    """A match of a signature in a line of a source."""
 
     signature: Signature
     source: TextSource
     line: TextLine
 
 
-#: How many lines before an exception may be the context of it.
+#: Number of lines before a match that are searched for its context.
 _CONTEXT_LINES = 120
 _STAMP = re.compile(r"^\[?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
-#: INFO and DEBUG lines of ours report no trouble.
+#: INFO and DEBUG lines of slime's logs report no trouble.
 _CALM = re.compile(r"^(?:\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d[.,]\d+ (?:INFO|DEBUG) ")
-#: Every line that a signature fits has one of these; most lines of a log need no closer look.
+#: Every line that matches a signature has one of these words; other lines are skipped for speed.
 _ALARMING = re.compile(
     r"[Ee]rror|[Ee]xception|[Ff]ailed|Fatal|time(?:d )?out|killed|Refused|AddrInUse"
 )
 
 
 def find_signatures(source: TextSource, since: str = "") -> Iterator[Seen]:
-    """Find the signatures in a source; each line counts for the first that fits.
+    """Find the signatures in a source; each line counts for the first signature that matches.
 
     Args:
-        since: "2026-11-23 06:40:11": lines with an earlier time stamp belong to an earlier launch
-            and are left out.
+        since: "2026-11-23 06:40:11": lines with an earlier timestamp belong to an earlier launch
+            and are skipped. "" skips none.
     """
     texts = [line.text for line in source.lines]
     is_error = source.kind in ("crash", "driver")
@@ -144,8 +144,7 @@ def find_signatures(source: TextSource, since: str = "") -> Iterator[Seen]:
         text = line.text
         if found := _STAMP.match(text):
             stamp = found[1]
-        # a traceback's last line follows an indented one, in a process's log as in the error that
-        # quotes it
+        # the last line of a traceback follows an indented line
         is_raised = source.kind == "crash" or (previous[:1].isspace() and not text[:1].isspace())
         previous = text if text.strip() else previous
         if not text.strip() or _CALM.match(text) or (since and stamp and stamp < since):

@@ -1,4 +1,4 @@
-"""The troubles that slime knows, read from data/troubles.toml, and findings of them in a run.
+"""The troubles that slime knows, from data/troubles.toml, and findings of them in a run.
 
 docs/troubles.md is generated from the same file.
 """
@@ -23,11 +23,11 @@ class Trouble:
     Attributes:
         name: short and stable, in lower case with hyphens: "stop-tokens".
         symptom: what a user sees, in one line.
-        cause: why, in a sentence or two.
-        remedies: what to do, the most likely first; each names a flag, a variable or a command.
-        provoke: how to make it happen, in one line.
+        cause: why it happens, in one or two sentences.
+        remedies: what to do, most likely first; each names a flag, a variable or a command.
+        provoke: how to reproduce it, in one line.
         places: where slime raises or logs it: "module:function", a module, or a package.
-        test: the measurement of `slime align` that tells it from other causes.
+        test: the measurement with which `slime align` tells it from other causes.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Finding:
     """A trouble that was found in this run.
 
     Attributes:
-        detail: what was seen, with this run's values.
-        remedies: replace the trouble's own if this run's flags make them more exact.
-        source: where it was seen: a log's name and line, a flag, a file.
-        is_fatal: the run cannot work; otherwise it only may go wrong.
-        error: the error that a launch raises for it, if there is one.
+        detail: what was found, with the run's values.
+        remedies: replace the trouble's own remedies, with the run's values; () keeps those.
+        source: where it was found: a log and line, a flag, or a file.
+        is_fatal: the run cannot work; otherwise, it may go wrong.
+        error: the error that a launch raises for it, if any.
     """
 
     trouble: Trouble
@@ -84,7 +84,7 @@ def read_tables(text: str) -> tuple[dict[str, tuple[Trouble, ...]], list[Table]]
     Raises:
         TypeError: a key is missing, misspelt, or read by nothing.
     """
-    # tables are passed as keyword arguments, so that parameters are the only list of known keys
+    # tables become keyword arguments, so that the parameters are the list of known keys
     return _file(**tomllib.loads(text))
 
 
@@ -119,7 +119,7 @@ def _trouble(
     )
 
 
-#: In the order of docs/troubles.md: section → troubles.
+#: Section → troubles, in the order of docs/troubles.md; and the tables of signatures.
 SECTIONS, SIGNATURE_TABLES = read_tables(
     importlib.resources.files("slime.diagnosis")
     .joinpath("data", "troubles.toml")
@@ -128,14 +128,14 @@ SECTIONS, SIGNATURE_TABLES = read_tables(
 TROUBLES: dict[str, Trouble] = {
     trouble.name: trouble for group in SECTIONS.values() for trouble in group
 }
-#: "module:function", a module or a package below slime → name of the trouble of its errors.
+#: "module:function", module or package below slime → name of the trouble of its errors.
 PLACES: dict[str, str] = {
     place: trouble.name for trouble in TROUBLES.values() for place in trouble.places
 }
 
 
 def trouble_of(error: BaseException) -> str | None:
-    """Name the trouble of an error by the innermost frame that has one."""
+    """Return the trouble of an error, by its innermost frame in `PLACES`; None if there is none."""
     frames = [
         (at.f_globals.get("__name__", ""), at.f_code.co_name)
         for at, _ in walk_tb(error.__traceback__)
@@ -145,7 +145,7 @@ def trouble_of(error: BaseException) -> str | None:
 
 
 def trouble_at(module: str, function: str) -> str | None:
-    """Name the trouble of what a function of slime raises or logs: the most exact entry counts."""
+    """Return the trouble of a function's errors and warnings, by the most specific place."""
     name = module.removeprefix("slime.")
     if name == module:
         return None

@@ -1,9 +1,9 @@
 """Alarms about the metrics of a run: failures that waste days if nobody notices them.
 
-Each check is a pure function of the rows of one stage. The report makes all checks when it is
-written, `AlarmWatch` at every step. A window is a tenth of the run, at least five steps; shorter
-runs raise only the alarms that need no window. An alarm about a curve needs evidence beyond noise
-(`slime.observe.evidence`), and its advice depends on the run's flags.
+Each check is a pure function of the rows of one stage. The report runs all checks when it is
+written; `AlarmWatch` runs them at every step. A window is a tenth of the run and at least five
+steps; shorter runs raise only alarms that need no window. An alarm about a curve needs a change
+beyond noise (`slime.observe.evidence`). Its advice depends on the run's flags.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from slime.user_code.loading import makers_of_samples
 Rows = Sequence[dict[str, Any]]
 Flags = Mapping[str, Any]
 _MIN_WINDOW = 5
-#: Fewer windows cannot tell a fall of the reward from noise.
+#: Minimum number of windows to tell a falling reward from noise.
 _MIN_WINDOWS_OF_FALL = 4
-#: Steps without learning that are not due to chance.
+#: Minimum number of steps without a learning signal for an alarm.
 _FLAT_STEPS = 3
-#: Probability below which something is not due to chance: at first, and once earlier steps show
-#: what is usual.
+#: An event is not due to chance if its probability is below this: without earlier steps to compare
+#: with, and with them.
 _BY_CHANCE_AT_FIRST = 0.02
 _BY_CHANCE = 1e-5
-#: Samples of a group if no flag says it.
+#: Samples per group if no flag gives the number.
 _USUAL_GROUP = 8
-#: Steps that show what is usual.
+#: Number of earlier steps that the newest ones are compared with.
 _BEFORE = 50
-#: Share of late rewards that is tolerated, and the probability below which more is no accident.
+#: Tolerated share of late rewards; a larger share less probable than the second raises an alarm.
 _LATE_SHARE = 0.1
 _LATE_BY_CHANCE = 1e-5
-#: Share of the range of rewards by which the mean must fall: if it had risen before, and if not.
+#: Minimum fall of the mean, as a share of the range of rewards: after a rise, and without one.
 _LEAST_FALL = 0.2
 _LEAST_FALL_AT_ONCE = 0.3
-#: Share of responses that are cut, and for how many steps: answers may become shorter at first.
+#: Share of truncated responses, and for how many steps: early answers may still become shorter.
 _CUT_SHARE = 0.3
 _CUT_STEPS = 15
-#: Rows in which prompts that fill the context are counted, and the share of samples below which
-#: there are too few to mention.
+#: Number of rows in which prompts that fill the context are counted, and the share of samples up to
+#: which they raise no alarm.
 _ROWS_OF_PROMPTS = 10
 _FEW_TOO_LONG = 0.02
 _NO_ROOM = "rollout/prompt_too_long"
 _EMPTY = "rollout/dropped_empty"
-#: Times the usual gradient norm.
+#: Multiple of the median gradient norm that counts as a spike.
 _SPIKE = 20.0
-#: Times the mean load of the other engines.
+#: Multiple of the other engines' mean load that counts as uneven.
 _UNEVEN = 2.0
-#: Rows that are looked at while a run goes on.
+#: Maximum number of rows that are kept while a run is in progress.
 _MOST_ROWS = 4000
 #: Prefixes of slime's own metrics.
 _OURS = ("train/", "rollout/", "eval/", "perf/")
@@ -64,8 +64,8 @@ _ENGINE_KEY = re.compile(r"rollout/engine_load/(\d+)$")
 
 @dataclass(frozen=True)
 class Alarm:
-    """A problem with its numbers (``detail``) and what to try (``fix``); ``name`` is that of its
-    check and of its metric ``alarm/<name>``."""
+    """A problem with its numbers (``detail``) and advice (``fix``). ``name`` is the name of its
+    check; its metric is ``alarm/<name>``."""
 
     title: str
     detail: str
@@ -83,7 +83,7 @@ def _values(rows: Rows, *keys: str) -> list[float]:
 
 
 def _windows(values: Sequence[float]) -> list[Sequence[float]]:
-    """Split into consecutive windows of a tenth of the run; [] if there are not two full ones."""
+    """Split into consecutive windows of a tenth of the run; [] if fewer than two are full."""
     size = max(_MIN_WINDOW, len(values) // 10)
     count = len(values) // size
     if count < 2:
@@ -97,13 +97,13 @@ def _rewards(rows: Rows) -> list[float]:
 
 
 def _has_risen(values: Sequence[float]) -> bool:
-    """Whether the newest values are above the first ones by more than noise."""
+    """Whether the newest window is above the first one by more than noise."""
     windows = _windows(values)
     return len(windows) > 1 and change(windows, 0, -1) > LIKELY
 
 
 def _now(flags: Flags, option: str, unit: str = "") -> str:
-    """Name an option with the run's value: "--lr (it is 1e-06)"; alone if it is not set or 0."""
+    """Name an option with the run's value: "--lr (it is 1e-06)"; only the option if unset or 0."""
     value = flags.get(option.removeprefix("--").replace("-", "_"))
     if not value:
         return option
@@ -160,8 +160,8 @@ def _samples(rows: Rows) -> float:
 
 
 def _is_flat(rows: Rows, flags: Flags) -> bool:
-    """Whether more groups without contrast in a row were seen than chance explains. Some are usual:
-    as many as in earlier steps, half of them if there are no earlier steps."""
+    """Whether chance does not explain the newest groups without contrast. Their expected share is
+    that of earlier steps, or a half without earlier steps."""
     newest, earlier = _flat_rows(rows)
     if len(newest) < _FLAT_STEPS:
         return False
@@ -175,8 +175,8 @@ def _is_flat(rows: Rows, flags: Flags) -> bool:
 
 
 def _constant_reward(rows: Rows) -> float | None:
-    """Return the reward that all samples of the newest steps had, unless it is due to chance. As
-    many as in earlier steps usually differ, one in ten if there are no earlier steps."""
+    """Return the single reward of all samples in the newest steps, unless chance explains it. The
+    expected share of other rewards is that of earlier steps, or 0.1 without earlier steps."""
     newest, earlier = _flat_rows(rows)
     values = {row.get(f"rollout/reward/{end}") for row in newest for end in ("min", "max")}
     value = values.pop() if len(values) == 1 else None
@@ -189,14 +189,14 @@ def _constant_reward(rows: Rows) -> float | None:
 
 
 def _is_mastered(rows: Rows, value: float) -> bool:
-    """Whether the run has learnt to get the best reward for every prompt."""
+    """Whether the run has learnt to get the best reward on every prompt."""
     _, earlier = _flat_rows(rows)
     best = max((row.get("rollout/reward/max") or 0.0 for row in earlier), default=math.inf)
     return value >= best and _has_risen(_rewards(rows))
 
 
 def _minority(row: Mapping[str, Any]) -> float | None:
-    """Estimate the share of a step's rewards that are not the most frequent one; None if
+    """Estimate the share of a step's rewards that differ from the most frequent one; None if
     unknown."""
     low, high, mean = (row.get(f"rollout/reward/{end}") for end in ("min", "max", "mean"))
     mean = row.get("rollout/raw_reward") if mean is None else mean
@@ -214,10 +214,10 @@ _REWARD_FIX = (
 
 def constant_reward(rows: Rows, flags: Flags) -> Alarm | None:
     value = _constant_reward(rows)
-    if value is None or _is_mastered(rows, value) or flags.get("use_opd"):  # a teacher teaches
+    if value is None or _is_mastered(rows, value) or flags.get("use_opd"):  # has a teacher
         return None
     if late_rewards(rows, flags):
-        return None  # it says why
+        return None  # that alarm names the cause
     steps = len(_flat_rows(rows)[0])
     detail = f"every reward of the last {steps} steps is {value:g}: there is nothing to learn from"
     return Alarm("The reward is constant", detail, _REWARD_FIX)
@@ -239,7 +239,7 @@ def never_any_contrast(rows: Rows, flags: Flags) -> Alarm | None:
     if flags.get("use_opd"):
         return None
     if late_rewards(rows, flags):
-        return None  # it says why
+        return None  # that alarm names the cause
     when = "in the only step" if len(steps) == 1 else f"in all {len(steps)} steps"
     detail = f"{when} every group had the same reward for all of its samples: every advantage was 0"
     all_rewards = {row.get(f"rollout/reward/{end}") for row in steps for end in ("min", "max")}
@@ -373,7 +373,7 @@ def entropy_collapse(rows: Rows, flags: Flags) -> Alarm | None:
     if first <= 0 or last > 0.1 * first or change(windows, -1, 0) < STRICT:
         return None
     if _has_risen(_rewards(rows)):
-        return None  # it knows the answers
+        return None  # the model has learnt the answers
     detail = (
         f"entropy fell from {first:.3f} to {last:.4f}, and the reward has not risen: responses "
         "hardly differ any more"
@@ -398,7 +398,7 @@ def train_rollout_mismatch(rows: Rows, flags: Flags) -> Alarm | None:
         detail = f"mean |log-prob difference| grew from {first:.4f} to {last:.4f}"
         advice = f"slime align with the run's flags ranks the causes{correct}"
         return Alarm("Trainer and engine drift apart", detail, advice)
-    # of samples that older weights made, part of it is what has been learnt since
+    # skip stale samples: part of their difference is what the trainer has learnt since
     of_now = _values([row for row in rows if not row.get("rollout/staleness/max")], name)
     usual = statistics.median(of_now[-_FLAT_STEPS:]) if of_now else 0.0
     if usual > 0.1:
@@ -479,8 +479,8 @@ def prompts_too_long(rows: Rows, flags: Flags) -> Alarm | None:
 
 
 def _cut_shares(rows: Rows) -> list[float]:
-    """Return the share of cut responses of each step, without prompts that filled the context:
-    another length limit does not help those."""
+    """Return each step's share of truncated responses, without prompts that filled the context:
+    a larger response limit does not help those."""
     shares = []
     for row in rows:
         share = row.get("rollout/truncated_ratio")
@@ -601,7 +601,7 @@ def slow_data(rows: Rows, flags: Flags) -> Alarm | None:
     waited = sum(p[0] for p in pairs)
     total = sum(p[1] for p in pairs)
     shares = [wait / seconds for wait, seconds in pairs]
-    # a second is not worth a warning
+    # waits of up to a second are not worth a warning
     if len(pairs) < _MIN_WINDOW or waited <= 1.0 or not surely_above(shares, 0.1):
         return None
     detail = f"{waited / total:.0%} of the time is spent waiting for prompts"
@@ -616,7 +616,7 @@ def slow_data(rows: Rows, flags: Flags) -> Alarm | None:
 # -- memory ----------------------------------------------------------------------------------------
 
 _FREE = "perf/host_free_memory_gb"
-#: Metric → whose memory it is, and where to look.
+#: Memory metric → the process that it measures, and where to look.
 _HELD = {
     "perf/driver_memory_gb": (
         "the driver",
@@ -645,12 +645,12 @@ _HELD = {
 #: Smaller growth is ignored: in GB, and as a share of the first value.
 _LEAST_GROWTH = 1.0
 _LEAST_SHARE = 0.1
-#: Growth is reported if it would use up the host's memory within this many times the steps so far.
-#: Slower growth is reported later; a cache that fills over hundreds of steps is full by then. The
-#: second is in steps, for memory that has just begun to grow.
+#: Growth is reported if it would use up the host's memory within this multiple of the steps so far.
+#: Slower growth is reported later; by then, a cache that fills over hundreds of steps is full. The
+#: second limit is in steps, for memory that has just begun to grow.
 _TIMES_AHEAD = 5.0
 _STEPS_AHEAD = 36.0
-#: Rows of a long run are dropped in blocks of this size, so that windows stay where they are.
+#: Rows of a long run are dropped in blocks of this size, so that windows keep their places.
 _BLOCK = 640
 
 
@@ -661,7 +661,7 @@ def memory_growth(rows: Rows, flags: Flags) -> Alarm | None:
     for name in _HELD:
         values = [row[name] for row in newest if row.get(name) is not None]
         steady = steady_growth(values, _LEAST_GROWTH, _LEAST_SHARE)
-        # any growth is too much if nobody knows what is left
+        # if the free memory is unknown, every growth is reported
         left = 0.0 if free == math.inf or "gpu" in name else free
         if steady is not None and left <= steady.per_step * _TIMES_AHEAD * len(rows):
             found.append((steady.per_step, name, steady))
@@ -685,7 +685,7 @@ def memory_growth(rows: Rows, flags: Flags) -> Alarm | None:
     return Alarm("Memory grows and grows", detail, fix)
 
 
-#: The gravest first. The name of a check is that of its metric ``alarm/<name>``.
+#: All checks, most serious first. A check's name is the name in its metric ``alarm/<name>``.
 CHECKS: tuple[Callable[[Rows, Flags], Alarm | None], ...] = (
     nonfinite,
     memory_growth,
@@ -711,12 +711,12 @@ CHECKS: tuple[Callable[[Rows, Flags], Alarm | None], ...] = (
 def find_alarms(
     rows: Rows, *, ended: bool = False, flags: Mapping[str, Any] | None = None
 ) -> list[Alarm]:
-    """Return the alarms of one stage, the gravest first.
+    """Return the alarms of one stage, most serious first.
 
     Args:
         ended: no more rows will come.
-        flags: of the run. The advice depends on them, and they name users' functions that may be
-            the reason of an alarm.
+        flags: the run's flags. The advice depends on them, and they name users' functions that may
+            have caused an alarm.
     """
     checks = (*CHECKS[:1], never_any_contrast, *CHECKS[1:]) if ended else CHECKS
     found = [
@@ -732,7 +732,7 @@ def find_alarms(
 
 
 def _naming(makers: str, alarm: Alarm) -> Alarm:
-    """Name the user's functions that made the tokens and log-probs, if there are any."""
+    """Add to an alarm the user's functions that made the tokens and log-probs, if any."""
     if not makers:
         return alarm
     title = "Log-probs of the samples are not those of the trainer"
@@ -748,14 +748,14 @@ def _naming(makers: str, alarm: Alarm) -> Alarm:
 
 
 class AlarmWatch:
-    """The alarms of a run in progress. An alarm is reported when it goes on, and again if it goes
-    off and comes back.
+    """The alarms of a run in progress. An alarm is reported when it starts, and again if it stops
+    and starts anew.
 
     Args:
-        rows: those that an earlier process of the run logged for this stage.
+        rows: rows that an earlier process of the run logged for this stage.
         flags: as in `find_alarms`.
     Attributes:
-        on: alarms of the newest row, the gravest first.
+        on: alarms of the newest row, most serious first.
     """
 
     def __init__(self, rows: Rows = (), flags: Mapping[str, Any] | None = None) -> None:
@@ -768,8 +768,8 @@ class AlarmWatch:
         self._rows.append(row)
 
     def look(self, row: dict[str, Any]) -> tuple[list[Alarm], dict[str, float]]:
-        """Return the alarms that ``row`` sets off, and the metrics of its step: ``alarm/<name>`` is
-        1 while the alarm is on, and 0 in the step in which it goes off."""
+        """Return the alarms that start with ``row``, and the metrics of its step: ``alarm/<name>``
+        is 1 while the alarm is on, and 0 in the step in which it stops."""
         self.add(row)
         # thin out the older half: its alarms have been reported
         if len(self._rows) > _MOST_ROWS:
@@ -781,5 +781,5 @@ class AlarmWatch:
         return [alarm for alarm in self.on if alarm.name not in before], metrics
 
     def at_the_end(self) -> list[Alarm]:
-        """Return the alarms of a run that has ended, the gravest first."""
+        """Return the alarms of a run that has ended, most serious first."""
         return find_alarms(self._rows, ended=True, flags=self._flags)

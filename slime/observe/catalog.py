@@ -1,4 +1,4 @@
-"""Charts of the page, plain names and units of metrics, and curves short enough to send."""
+"""Charts of the report page, readable names and units of metrics, and downsampled curves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PHASE_COLORS = {
     "train_wait": 1,
 }
 OTHER_COLOR = 9
-#: Points of a curve, and steps shown with their phases.
+#: Maximum points of a curve, and maximum steps that are shown with their phases.
 MOST_POINTS = 600
 _MOST_STEPS = 300
 
@@ -68,7 +68,7 @@ SECTIONS: dict[str, tuple[ChartSpec, ...]] = {
     section: tuple(_chart(fields) for fields in _DATA["chart"] if fields["section"] == section)
     for section in ("Learning", "Policy", "Speed")
 }
-#: Endings of a metric's name → unit; an empty group is dropped from the title.
+#: Pattern of a metric's name → unit; the first match counts.
 _UNITS = (
     (re.compile(r"_tok_per_s$|_tokens_per_sec$|tokens_per_gpu_per_sec$"), "tokens/s"),
     (re.compile(r"_?(?:ratio|frac|rate)$|^passrate/|-pass@\d+$|error_cat/"), "share"),
@@ -82,7 +82,7 @@ _UNITS = (
     (re.compile(r"^alarm/"), "on or off"),
 )
 _PREFIXES = ("train", "rollout", "perf", "alarm", "multi_turn", "passrate")
-#: Parts of names → words, in this order.
+#: Pattern of a part of a name → readable words; all are applied in this order.
 _WORDS = (
     (re.compile(r"^num_|_gb$|_abs(?=_)|^count_(?=\d)"), ""),
     (re.compile(r"^lr-pg_(\d+)$"), r"learning rate of parameter group \1"),
@@ -110,7 +110,7 @@ _WORDS = (
 
 @functools.cache
 def plain_name(metric: str) -> tuple[str, str]:
-    """Return title and unit of a metric for people; the unit is "" if the name does not tell it.
+    """Return a readable title and the unit of a metric; the unit is "" if it is unknown.
 
     Example:
         >>> plain_name("perf/save_model_time"), plain_name("rollout/response_len/max")
@@ -129,7 +129,7 @@ def plain_name(metric: str) -> tuple[str, str]:
         rest = [statistic] if statistic else parts[2:]
         return ", ".join([f"Evaluation: {name}", *map(_worded, rest)]), unit if rest else "reward"
     if parts[0] not in _PREFIXES or len(parts) < 2:
-        return metric, unit  # a user's own
+        return metric, unit  # a metric of the user's own
     title = ", ".join(map(_worded, parts[1:]))
     return title[:1].upper() + title[1:] if title.strip() else metric, unit
 
@@ -141,8 +141,8 @@ def _worded(part: str) -> str:
 
 
 def thin(points: Sequence[Point], limit: int = MOST_POINTS) -> list[Point]:
-    """Reduce a curve to about ``limit`` points; keep the extremes of each stretch, so that spikes
-    survive."""
+    """Reduce a curve to about ``limit`` points. Keeps the minimum and maximum of each stretch, so
+    that spikes stay visible."""
     if len(points) <= limit:
         return list(points)
     size = math.ceil(2 * len(points) / limit)
@@ -165,7 +165,7 @@ def phases(stage: Stage) -> list[dict[str, Any]]:
     """Return seconds per phase and step, longest phase first: ``{"name", "color", "points": [[step,
     seconds]]}``.
 
-    The phases add up to the step; launch and evaluations belong to no step. "other" comes last.
+    The phases of a step add up to its time, without launch and evaluations. "other" comes last.
     """
     rows = [row for row in stage.rows if row.get("perf/step_time") is not None]
     rows = rows[:: max(1, len(rows) // _MOST_STEPS)]

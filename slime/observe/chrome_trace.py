@@ -1,9 +1,8 @@
-"""Timelines as Chrome trace-event JSON: opens in https://ui.perfetto.dev (or chrome://tracing),
-nothing to install.
+"""Timelines as Chrome trace-event JSON, which https://ui.perfetto.dev and chrome://tracing open.
 
-Processes are lanes of one kind: 1 = the driver's phases, 2 = requests inside the engines
-(counters), 3 = the samples, one row each. Times are microseconds since 1970, so that files of one
-run line up.
+The trace's "processes" group rows of one kind: 1 = the driver's phases, 2 = requests inside the
+engines (counters), 3 = the samples, one row each. Times are microseconds since 1970, so that files
+of one run share a time axis.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ def _microseconds(seconds: float) -> int:
 
 
 def sample_spans(trace: dict[str, Any]) -> list[TraceSpan]:
-    """Return the spans of one ``sample.trace`` by start; one that never ended gets the last time
-    seen and ``unfinished``."""
+    """Return the spans of one ``sample.trace``, sorted by start. A span without an end ends at the
+    trace's last event and has the attribute ``unfinished``."""
     spans: dict[str, TraceSpan] = {}
     closed = set()
     last_ts = max((_microseconds(e["ts"]) for e in trace["events"]), default=0)
@@ -69,13 +68,13 @@ def sample_spans(trace: dict[str, Any]) -> list[TraceSpan]:
 
 
 def assign_rows(spans: Sequence[TraceSpan]) -> list[int]:
-    """Assign each span to a row such that spans of a row nest or follow each other, as the format
-    demands.
+    """Assign each span to a row. The format requires that spans of a row nest or follow each
+    other.
 
-    One row is enough for a sample that does one thing at a time; parallel tool calls need more.
-    `spans` are sorted by start, the longer first.
+    A sample needs several rows only if it does things in parallel, such as tool calls. `spans` must
+    be sorted by start, longer ones first.
     """
-    open_ends: list[list[int]] = []  # per row: ends of the spans that are open, outermost first
+    open_ends: list[list[int]] = []  # per row: ends of its open spans, outermost first
     rows = []
     for span in spans:
         for row, ends in enumerate(open_ends):
@@ -111,7 +110,7 @@ def _complete(
 
 
 def _sample_events(samples: Iterable[Sample]) -> tuple[list[dict[str, Any]], list[TraceSpan]]:
-    """Rows of all samples, and their spans inside the engine."""
+    """Return the events of all samples, and their spans inside the engine."""
     events: list[dict[str, Any]] = []
     in_engine: list[TraceSpan] = []
     next_tid = 1
@@ -157,7 +156,7 @@ def _sample_events(samples: Iterable[Sample]) -> tuple[list[dict[str, Any]], lis
 
 
 def _engine_counters(spans: Iterable[TraceSpan]) -> list[dict[str, Any]]:
-    """A counter of requests queued, in prefill and in decode over time."""
+    """Count requests that are queued, in prefill and in decode, over time."""
     changes = sorted(
         change
         for span in spans
@@ -210,8 +209,8 @@ def write_trace(path: Path, samples: Iterable[Sample], phases: Iterable[PhaseEve
 
 
 def add_phases(path: Path, phases: Sequence[PhaseEvent]) -> None:
-    """Put the driver's phases into a trace that the rollout process wrote; makes the file when
-    there is none."""
+    """Add the driver's phases to a trace that the rollout process wrote; create the file if it does
+    not exist."""
     if not phases:
         return
     if not path.exists():

@@ -24,8 +24,8 @@ from rich.text import Text
 from slime.observe.alarms import Alarm
 from slime.observe.notebook import can_move_cursor
 
-#: Metrics shown of a step: title, keys in order of preference, format. What is 0 by construction is
-#: not among them: the loss of a policy gradient, and its KL to a policy that has not moved yet.
+#: Columns of a step: title, metrics in order of preference, format. Metrics that are 0 by
+#: construction are left out: the policy-gradient loss, and its KL to the unchanged policy.
 COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("rollout/raw_reward", "rollout/rewards"), ".3f"),
     ("entropy", ("train/entropy_loss", "rollout/entropy"), ".3f"),
@@ -34,7 +34,7 @@ COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("Δ log-prob", ("train/train_rollout_logprob_abs_diff",), ".4f"),
     ("tok/s", ("perf/tokens_per_gpu_per_sec", "perf/actor_train_tok_per_s"), ",.0f"),
 )
-#: Columns of a stage that generates and rewards nothing, as supervised training.
+#: Columns of a stage without generation and rewards, such as supervised training.
 SUPERVISED_COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("loss", ("train/loss",), ".4f"),
     ("grad norm", ("train/grad_norm",), ".3f"),
@@ -42,22 +42,22 @@ SUPERVISED_COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("tok/s", ("perf/actor_train_tok_per_s",), ",.0f"),
 )
 
-#: Phase → phases that are part of its time, or of which it is a part. It is not added to a step's
-#: sum where one of them is measured, too.
+#: Phase → phases that overlap it. A step's sum leaves the phase out if one of them is measured,
+#: too.
 COUNTED_IN = {
     "train": ("actor_train",),
     "save": ("save_model",),
     "data_wait": ("rollout",),
-    # with generation ahead of training, a step costs what it waits for a rollout, not what the
-    # rollout took
+    # if generation runs ahead of training, a step's cost is its wait for a rollout, not the
+    # rollout's duration
     "rollout": ("train_wait",),
     "data_preprocess": ("train_wait",),
     "record": ("train_wait",),
 }
-#: Times that are no part of a step: the step itself, the launch, and evaluations.
+#: Times that are not phases of a step: the step itself, the launch, and evaluations.
 BESIDE_STEPS = ("step", "launch", "evaluate", "eval")
 
-#: Names of a phase: as a part of a step, and while it is in progress.
+#: Phase → its name as a part of a step, and while it is in progress.
 _WORDS = {
     "launch": ("launch", "launching"),
     "rollout": ("generate", "generating"),
@@ -79,8 +79,8 @@ _WORDS = {
 }
 _PHASE_STYLES = ("blue", "dark_orange", "green")
 _SPARKS = "▁▂▃▄▅▆▇█"
-#: Seconds in a phase after which a plain log tells its progress for the first time, and the longest
-#: interval between the following lines.
+#: Seconds until a plain log first reports the progress of a phase, and the longest interval between
+#: the lines that follow.
 _FIRST_NEWS = 30.0
 _LONGEST_SILENCE = 300.0
 _SHOWN_ROWS = 8
@@ -90,14 +90,14 @@ _EVAL_SCORE = re.compile(r"eval/(?!.*-(?:pass@\d+|truncated_ratio)$)([^/]+)")
 
 
 def eval_scores(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the mean rewards of an evaluation: ``eval/<name>`` keys without their statistics."""
+    """Return dataset → mean reward of an evaluation: ``eval/<name>`` without other statistics."""
     return {
         match[1]: value for name, value in metrics.items() if (match := _EVAL_SCORE.fullmatch(name))
     }
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return seconds per phase of one step, the longest first; together no more than
+    """Return seconds per phase of one step, longest first. Their sum is at most
     ``perf/step_time``."""
     times = {
         name.removeprefix("perf/").removesuffix("_time"): value
@@ -158,7 +158,7 @@ def trend(values: Sequence[float]) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Draw the values as at most ``width`` bars, each the mean of the values it stands for.
+    """Draw the values as at most ``width`` bars; each bar is a mean of consecutive values.
 
     Example:
         >>> sparkline([0.0, 0.5, 1.0, 0.5])
@@ -174,14 +174,14 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 class ConsoleSink:
-    """Shows the state of the run, its scores, the cost of a step, and the time left.
+    """Shows the state of the run, its scores, the time per step, and the time left.
 
     Args:
-        name: what the run is called, with its stage.
+        name: name of the run, with its stage.
         total_steps: steps of the whole run; 0 when unknown.
         console: where to write; a terminal gets the live table.
-        supervised: this stage has no rewards; the loss stands in their place.
-        clock: seconds.
+        supervised: this stage has no rewards; the loss is shown instead.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class ConsoleSink:
         self._counters: Mapping[str, float] = {}
         self._step_seconds: deque[float] = deque(maxlen=10)
         self._eval_seconds: list[float] = []
-        """Of each step's evaluation, 0 where there was none."""
+        """Seconds of each step's evaluation; 0 for a step without one."""
         self._rows: deque[tuple[int, dict[str, str]]] = deque(maxlen=_SHOWN_ROWS)
         self._watched: list[float] = []
         """The reward of every step, or the loss."""
@@ -212,7 +212,7 @@ class ConsoleSink:
         self._last_eval: dict[str, float] = {}
         self._alarms: dict[str, tuple[int, Alarm]] = {}
         self._trains = False
-        """Training of the next step has begun, so an evaluation from now on belongs to that
+        """Whether training of the next step has begun; an evaluation then belongs to that
         step."""
         self._shows_alarms = True
         self._live: Live | None = None
@@ -235,7 +235,7 @@ class ConsoleSink:
         self._trains |= name == "train"
 
     def progress(self, counters: Mapping[str, float]) -> None:
-        """Take the progress of the open phase: ``done`` of ``target`` prompts, ``tokens`` so
+        """Update the progress of the open phase: ``done`` of ``target`` prompts, and ``tokens`` so
         far."""
         self._counters = counters
         now = self._clock()
@@ -263,7 +263,7 @@ class ConsoleSink:
         is_step = bool(columns) or not scores
         if is_step:
             self._add_step(step, columns, scores, metrics)
-        elif any(at == step for at, _ in self._rows):  # it ended while later steps trained
+        elif any(at == step for at, _ in self._rows):  # the evaluation ended during later steps
             rows = [
                 (at, {**shown, **_held_out(scores)} if at == step else shown)
                 for at, shown in self._rows
@@ -301,19 +301,19 @@ class ConsoleSink:
         self._times = times
 
     def alarm(self, alarm: Alarm) -> None:
-        """Show an alarm once, and keep it below the live table until a step's ``alarm/<name>`` is
-        0."""
+        """Print an alarm once, and show it below the live table until a step logs
+        ``alarm/<name>`` = 0."""
         self._alarms[alarm.name] = (self._done, alarm)
         self._console.print(
             _alarm_text(self._where(self._done), alarm), soft_wrap=True, highlight=False
         )
 
     def rewind(self, next_step: int) -> None:
-        """Do nothing: printed lines stay."""
+        """Do nothing, because printed lines cannot be withdrawn."""
 
     def closing_lines(self, alarms: Sequence[Alarm]) -> list[str]:
-        """Return warnings for the end of the run; an alarm that was shown is not explained
-        again."""
+        """Return warnings for the end of the run. An alarm that was shown before gets no second
+        explanation."""
         lines = []
         for alarm in alarms:
             step, shown = self._alarms.get(alarm.name, (0, None))
@@ -326,7 +326,7 @@ class ConsoleSink:
 
     def close(self) -> None:
         self._phase = None
-        # the last picture of the table stays on the terminal, above the closing lines
+        # the final table stays on the terminal above the closing lines, which repeat the alarms
         self._shows_alarms = False
         if self._live is not None:
             self._live.stop()
@@ -334,8 +334,8 @@ class ConsoleSink:
     # -- output ------------------------------------------------------------------------------------
 
     def eta(self) -> float | None:
-        """Estimate the seconds until the last step ends from the median of the last ten and the
-        mean of evaluations; None if unknown."""
+        """Estimate the seconds until the last step ends: the median of the last ten steps plus the
+        mean evaluation, per remaining step. None if unknown."""
         if not self._step_seconds or not self._total:
             return None
         each = statistics.median(self._step_seconds) + statistics.fmean(self._eval_seconds)
@@ -385,8 +385,8 @@ class ConsoleSink:
         return "loss" if self._supervised else "reward"
 
     def render(self) -> RenderableType:
-        """The live table. Called by the thread that refreshes it, too: it iterates over nothing
-        that `log` changes."""
+        """Draw the live table. The refresh thread calls this too, so it iterates only over copies
+        of what `log` changes."""
         parts: list[RenderableType] = [self._header(), ""]
         if self._rows:
             parts += [self._table(), ""]
@@ -462,17 +462,17 @@ class ConsoleSink:
 
 
 def _held_out(scores: Mapping[str, float]) -> dict[str, str]:
-    """Return the cell of the column "held-out": the score of the first data set."""
+    """Return the "held-out" column of a row: the score of the first evaluation data set."""
     return {"held-out": f"{next(iter(scores.values())):.3f}"} if scores else {}
 
 
 def phase_word(phase: str) -> str:
-    """A phase as part of a step's time: "actor_train" → "train"."""
+    """The short name of a phase as a part of a step: "actor_train" → "train"."""
     return _WORDS.get(phase, (phase.replace("_", " "), ""))[0]
 
 
 def _phase_bar(times: Mapping[str, float], width: int = 20) -> Text:
-    """Seconds of the longest phases, as a bar of one step and in numbers; the rest is "other"."""
+    """Draw the longest phases of a step as a bar and as numbers; "other" is the rest."""
     total = sum(times.values()) or 1.0
     phases = [
         (name, part)

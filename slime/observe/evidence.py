@@ -1,6 +1,6 @@
-"""Tests of whether a series of metrics has changed, or is merely noisy.
+"""Statistical tests that tell a change in a series of metrics from noise.
 
-Every alarm about a curve asks one of these. Thresholds are strict because alarms look again after
+Every alarm about a curve uses one of them. Thresholds are strict because alarms are checked after
 every step of a run: on stationary series of 1,000 steps, independent or autocorrelated, Gaussian,
 binary or heavy-tailed, fewer than one run in a hundred raises an alarm
 (``tests/unit/test_alarms_noise.py`` measures it).
@@ -13,28 +13,28 @@ import math
 import statistics
 from collections.abc import Sequence
 
-#: Standard errors between two means that are no noise. Normal noise reaches 6 once in 10⁹
-#: comparisons; the margin is for the best of many windows, and for variances that are estimated
-#: from few steps.
+#: A difference of two means by this many standard errors is not noise. Normal noise reaches 6 once
+#: in 10⁹ comparisons; the margin covers the choice of the best among many windows, and variances
+#: that are estimated from few steps.
 STRICT = 6.0
-#: The same where a change is not an alarm but a reason against one.
+#: The same for a change that speaks against an alarm.
 LIKELY = 3.0
-#: Turns a median absolute deviation into the standard deviation of normal noise.
+#: Standard deviation of normal noise divided by its median absolute deviation.
 _NORMAL = 1.4826
 _MOST_CORRELATION = 0.9
 
 
 def change(windows: Sequence[Sequence[float]], before: int, after: int) -> float:
-    """How many standard errors the mean of one window is above that of another.
+    """Return by how many standard errors the mean of window ``after`` exceeds that of ``before``.
 
-    The variance is that of steps around the straight line through their window, over all windows.
-    Neighbouring steps resemble each other, so that they count as fewer independent ones: the
-    variance of a mean grows by (1 + r) / (1 - r), where r is the correlation of a step with the
-    next one (Box, Jenkins, Reinsel, Time Series Analysis, 2.1).
+    The variance is taken around a straight line through each window, and averaged over all windows.
+    Neighbouring steps are correlated and so count as fewer independent ones: the variance of a mean
+    grows by (1 + r) / (1 - r), where r is the correlation of a step with the next one (Box,
+    Jenkins, Reinsel, Time Series Analysis, 2.1).
 
     Args:
         windows: consecutive parts of a series, of at least three values each.
-        before, after: positions of the two that are compared.
+        before, after: indices of the two windows to compare.
 
     Example:
         >>> change([[0.2, 0.3, 0.2, 0.3], [0.2, 0.3, 0.3, 0.2]], 0, 1)
@@ -54,7 +54,7 @@ def change(windows: Sequence[Sequence[float]], before: int, after: int) -> float
 
 
 def _residuals(window: Sequence[float]) -> list[float]:
-    """Distances from the straight line through the values (least squares)."""
+    """Return the residuals of a least-squares straight line through the values."""
     middle = (len(window) - 1) / 2
     mean = statistics.fmean(window)
     slope = sum((i - middle) * (value - mean) for i, value in enumerate(window))
@@ -63,7 +63,7 @@ def _residuals(window: Sequence[float]) -> list[float]:
 
 
 def _correlation(residuals: Sequence[Sequence[float]]) -> float:
-    """Correlation of neighbours, corrected for the bias of short series."""
+    """Return the lag-1 autocorrelation, corrected for the bias of short series."""
     products = sum(a * b for part in residuals for a, b in itertools.pairwise(part))
     squares = sum(value * value for part in residuals for value in part)
     if squares == 0:
@@ -94,7 +94,7 @@ def surely_above(values: Sequence[float], threshold: float) -> bool:
 
 
 def chance_of_at_least(hits: float, tries: float, probability: float) -> float:
-    """The probability of so many hits or more among independent tries (a binomial tail)."""
+    """Return the binomial probability of at least ``hits`` hits in ``tries`` independent tries."""
     count = math.ceil(hits)
     total = math.ceil(tries)
     if count <= 0:

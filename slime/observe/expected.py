@@ -20,7 +20,7 @@ _STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
     "min": min,
     "max": max,
 }
-#: What a range rests on.
+#: Where a range comes from; `ExpectedRange` explains the values.
 BASES = ("measured", "predicted", "bound")
 _KEYS = {"metric", "steps", "statistic", "least", "most", "basis", "source"}
 
@@ -32,13 +32,13 @@ class ExpectedRange:
     """One range of an ``expected.toml``.
 
     Attributes:
-        metric: its name in metrics.jsonl.
-        first, last: steps that count, both included.
-        statistic: of their values: mean, median, min or max.
-        least, most: the range, both included; infinite where it is open.
+        metric: name of the metric in metrics.jsonl.
+        first, last: first and last step that count, inclusive.
+        statistic: "mean", "median", "min" or "max" of the values in these steps.
+        least, most: bounds of the range, inclusive; infinite if open.
         basis: "measured" on a run of the recipe, "predicted" from measured rates, or a "bound"
             beyond which something is wrong.
-        source: where the range is from.
+        source: the run, computation or reason that the range comes from.
     """
 
     metric: str
@@ -51,8 +51,8 @@ class ExpectedRange:
     source: str
 
     def judge(self, series: Sequence[Point]) -> tuple[float | None, Verdict]:
-        """The statistic of the steps that count, and whether it is in the range; a value that is
-        not finite is outside."""
+        """Return the statistic over the counted steps, and whether it is in the range. Values that
+        are not finite are outside."""
         if not series:
             return None, "not logged"
         counted = [value for step, value in series if self.first <= step <= self.last]
@@ -65,10 +65,10 @@ class ExpectedRange:
 
 
 def read_expected(path: Path) -> list[ExpectedRange]:
-    """The ranges of a recipe's folder, or of a file.
+    """Read the ranges of a recipe's folder, or of a file.
 
     Raises:
-        UserError: there is no such file, it has no ranges, or one is not as it must be.
+        UserError: the file is missing, it has no ranges, or a range is malformed.
     """
     file = path / NAME if path.is_dir() else path
     try:
@@ -120,8 +120,8 @@ def _range(entry: dict[str, Any], file: Path) -> ExpectedRange:
 
 
 def comparison(stage: Stage, ranges: Sequence[ExpectedRange]) -> tuple[list[str], bool]:
-    """Lines of a table of all ranges, and whether none is missed; one that the run did not reach,
-    or does not log, is not missed."""
+    """Return the lines of a table of all ranges, and whether no value is outside its range. Ranges
+    that the run did not reach or does not log do not count."""
     rows = [("metric", "steps", "", "value", "expected", "", "basis")]
     is_right = True
     for one in ranges:

@@ -1,19 +1,19 @@
-"""Judge the set-up of a run by the numbers of its first step."""
+"""Judge the set-up of a run by the metrics of its first step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-#: Nats per token; what a trained model samples is seldom that unlikely to it.
+#: Nats per token; a trained model's samples seldom have so low a mean log-prob.
 _LARGE = 1.0
-#: Above this a tokenizer, a configuration or weights that are not the model's are likelier than odd
-#: prompts.
+#: Nats per token; above this, the likely cause is a wrong tokenizer, configuration or checkpoint
+#: and not unusual prompts.
 _EXTREME = 5.0
-#: Norm of all gradients; runs of models that were trained before begin between 0.05 and 5.
+#: Global gradient norm; runs from a trained model start between 0.05 and 5.
 _LARGE_NORM = 50.0
-#: Rewards are 0 to 1, or a few; where nothing divides by their spread, gradients are as many times
-#: as large.
+#: Rewards usually have a magnitude of about 1. Gradients grow with it, unless advantages are
+#: normalised.
 _LARGE_REWARD = 10.0
 
 _WHO = {
@@ -24,12 +24,12 @@ _WHO = {
 
 
 def first_step_lines(metrics: Mapping[str, float], *, templated: bool = False) -> list[str]:
-    """Describe the mean log-probs of the first samples and the gradient norm, and what large ones
-    mean.
+    """Describe the mean log-probs and the gradient norm of the first step, and what low log-probs
+    mean. Returns [] if the step has no log-probs.
 
     Args:
-        metrics: of the first step; [] where nothing was scored in it.
-        templated: prompts are put into the model's chat template.
+        metrics: the metrics of the first step.
+        templated: whether prompts use the model's chat template.
 
     Example:
         >>> metrics = {"rollout/log_probs": -0.4, "rollout/rollout_log_probs": -0.4}
@@ -65,14 +65,14 @@ def large_gradient(
 ) -> tuple[str, str] | None:
     """Describe a gradient that is large from the first step on, and what to try.
 
-    Only models that give their own samples a high probability are judged: for others any norm is
-    possible, and `first_step_lines` says what may be wrong with them.
+    Judges only models that give their own samples a high probability. For others, any norm is
+    possible, and `first_step_lines` says what may be wrong.
 
     Args:
-        rows: of metrics, the first step's first.
-        flags: of the run; what they have on already is not advised.
+        rows: metrics of each step, in order.
+        flags: the run's flags; the advice leaves out options that are already on.
     Returns:
-        None if it is not or no longer large, or if nothing was rewarded or scored.
+        (detail, advice); None if the norm is not or no longer large, or without rewards or scores.
 
     Example:
         >>> step = {"step": 1, "rollout/raw_reward": 0.5, "rollout/log_probs": -0.4,

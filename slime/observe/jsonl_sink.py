@@ -1,5 +1,5 @@
-"""``metrics.jsonl``: one JSON object per step, and per evaluation beside training; appended as
-whole lines."""
+"""``metrics.jsonl``: one JSON object per step, and one more per evaluation that ran during later
+steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slime.observe.run_folder import RunFolder
 def metrics_row(step: int, metrics: dict[str, float], stage: str | None) -> dict[str, Any]:
     """The object of one line: the metrics plus ``step``, ``time`` (epoch seconds) and ``stage``.
 
-    NaN and infinities are no JSON: they become null, and ``nonfinite`` lists their keys.
+    JSON has no NaN and infinities: they become null, and ``nonfinite`` lists their keys.
 
     Example:
         >>> metrics_row(3, {"train/loss": float("nan"), "train/lr": 0.1}, "sft")
@@ -36,9 +36,9 @@ def metrics_row(step: int, metrics: dict[str, float], stage: str | None) -> dict
 
 
 class JsonlSink:
-    """Appends to ``metrics.jsonl``; a line is there whole or not at all.
+    """Appends whole lines to ``metrics.jsonl``.
 
-    A line cut by an earlier crash is removed when the file is opened.
+    Opening the file removes an incomplete line that an earlier crash left.
     """
 
     def __init__(self, run: RunFolder) -> None:
@@ -61,7 +61,7 @@ class JsonlSink:
         size = os.fstat(self._file).st_size
         try:
             written = os.write(self._file, line)
-            if written < len(line):  # the disk filled up within the line
+            if written < len(line):  # the disk is full: write again, to get the error
                 os.write(self._file, line[written:])
         except OSError as error:
             os.ftruncate(self._file, size)
@@ -72,9 +72,9 @@ class JsonlSink:
             ) from error
 
     def rewind(self, next_step: int) -> None:
-        """Drop this stage's lines from `next_step` on, which a resumed run will write again.
+        """Remove this stage's lines from `next_step` on, which a resumed run will write again.
 
-        They are kept in ``history/``, because they tell what the lost steps did.
+        The removed lines are kept in ``history/``, as a record of the lost steps.
         """
         rows = read_lines(self._path)
         lost = [

@@ -1,5 +1,5 @@
-"""What the sinks of trackers share: their packages, and the names that they know a run by, kept in
-its folder so that a resumed run goes on with the same curves."""
+"""Shared code of the tracker sinks: import of packages, and the ids of a run, which its folder
+keeps so that a resumed run continues the same curves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime.observe.run_folder import RunFolder
 
 
 def tracker_package(name: str) -> Any:
-    """Import the package of a tracker, which has the name of its flag and extra.
+    """Import the package of a tracker; ``name`` is also the name of its flag and of its extra.
 
     Raises:
         UserError: it is not installed.
@@ -31,8 +31,8 @@ def missing_tracker(name: str) -> UserError:
 
 
 def kept(run: RunFolder, name: str, fresh: str, asked: str | None = None) -> str:
-    """Return a value that stays the same over resumes of this stage, unless ``asked`` is another
-    one."""
+    """Return a value that stays the same when this stage is resumed: ``asked`` if given, else the
+    stored value, else ``fresh``."""
     path = run.path / f".{name}{'-' + run.stage if run.stage else ''}"
     found = path.read_bytes().decode("ascii", "replace").strip() if path.is_file() else ""
     if asked or not re.fullmatch(r"[\w.-]+", found):
@@ -42,5 +42,5 @@ def kept(run: RunFolder, name: str, fresh: str, asked: str | None = None) -> str
 
 
 def shown_name(run: RunFolder) -> str:
-    """Return the name that the run has in trackers."""
+    """Return the display name of the run in trackers."""
     return f"{run.path.name}-{run.stage}" if run.stage else run.path.name

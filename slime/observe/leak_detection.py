@@ -1,15 +1,15 @@
-"""Detect memory that grows without end.
+"""Detect memory leaks.
 
-The memory of a process grows at first while caches fill, jumps when something is done for the first
-time, fluctuates, and starts over when the process is restarted; none of this is a leak.
+The memory of a process also grows while caches fill, jumps when code runs for the first time,
+fluctuates, and starts over when the process is restarted. None of this is a leak.
 
     windows of 5, 10, 20, … values     ▁▂▃▄▅▆▇█   the minimum of each of the last 6 rises: a leak
                                        ▁▄▆▇████   caches fill up: the last windows hardly rise
-                                       ▁▁▁████    a jump: the others do not rise
-                                       ▁▅▂▆▁▅▂▆   the minima stay
+                                       ▁▁▁████    a jump: the other windows do not rise
+                                       ▁▅▂▆▁▅▂▆   fluctuation: the minima do not rise
 
-Windows begin at fixed places of the series, so that a verdict changes once per window and not at
-every step. After a pause, six new windows must rise before it counts as growth again.
+Windows begin at fixed positions of the series, so that the verdict changes once per window and not
+at every step. After a window without a rise, six windows must rise again to count as growth.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import NamedTuple
 
 _SMALLEST = 5
 _WINDOWS = 6
-#: First windows of a process, in which its caches fill; they are not compared.
+#: The first windows of a process are not compared, because caches fill.
 _WARM_UP = 2
-#: A value below this share of the one before means that the process was restarted.
+#: A value below this share of the previous one means that the process was restarted.
 _RESTARTED = 0.7
 #: Each value must rise by at least this share of the mean rise.
 _STEADY = 1 / 3
-#: Fast growth may use up the memory before there are enough windows: number of first values to
-#: skip, and of newest values to compare.
+#: For growth that may use up the memory before there are enough windows: number of first values to
+#: skip, and number of newest values to compare.
 _SKIPPED = 5
 _NEWEST = 10
 
@@ -45,12 +45,12 @@ class Growth(NamedTuple):
 
 
 def steady_growth(values: Sequence[float], at_least: float, share: float) -> Growth | None:
-    """Return the growth seen in the shortest windows that show any.
+    """Return the growth in the shortest windows that show growth; None if no windows do.
 
     Args:
         values: memory at each step.
-        at_least: smaller growth does not count; in the unit of the values.
-        share: the same bound, as a share of the first value that is compared.
+        at_least: minimum growth, in the unit of the values.
+        share: minimum growth as a share of the first compared value.
     """
     values = _since_restart(values)
     size = _SMALLEST
@@ -64,8 +64,8 @@ def steady_growth(values: Sequence[float], at_least: float, share: float) -> Gro
 
 
 def sudden_growth(values: Sequence[float], at_least: float, share: float) -> Growth | None:
-    """Return the growth of the newest values if each step rises. That is enough for an alarm only
-    if it would soon use up the memory that is left."""
+    """Return the growth of the newest values if each of them rises, else None. Callers should raise
+    an alarm only if this growth would soon use up the free memory."""
     values = _since_restart(values)[_SKIPPED:]
     newest = values[-_NEWEST:]
     if len(newest) < _NEWEST or not _is_growth(newest, at_least, share):

@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-#: MLflow's limits on a call, and on the value of a parameter.
+#: MLflow's limits: metrics and parameters per call, and characters of a parameter's value.
 _METRICS = 1000
 _PARAMETERS = 100
 _LONGEST = 6000
-#: How a run ended, for us → for MLflow.
+#: State of a run in ``run.json`` → status in MLflow.
 _ENDS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
 
 
 class MlflowSink:
-    """One MLflow run per run folder and stage; its id is kept there.
+    """One MLflow run per run folder and stage; the folder keeps its id.
 
-    A server that does not answer costs a step half a minute, is named in a warning and does not end
-    the run; the metrics of that step are missing there.
+    If the server does not answer, the step takes half a minute longer and logs a warning, and its
+    metrics are missing in MLflow. The run continues.
     """
 
     def __init__(self, config: Config, run: RunFolder) -> None:
@@ -91,8 +91,8 @@ class MlflowSink:
             logger.warning("step %d is not in MLflow: %s", step, error)
 
     def rewind(self, next_step: int) -> None:
-        """MLflow's history cannot be cut; repeated steps show up as later points of the same
-        step."""
+        """Do nothing: MLflow cannot delete history, so repeated steps become later points of the
+        same step."""
 
     def close(self) -> None:
         try:

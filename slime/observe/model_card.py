@@ -1,5 +1,5 @@
-"""README.md of a trained model: what it began with, what taught it, and how that went. Made from
-its run folder."""
+"""README.md of a trained model: its base model, its training and its scores, from the run
+folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slime.observe.run_data import (
 from slime.redact import redacted
 
 _CHOSEN = ("flag", "yaml")
-#: Flags with paths of this machine, which are no part of the recipe.
+#: Flags with names and paths of this machine, which are not part of the recipe.
 _PLACES = (
     "output_dir", "run_name", "stage", "save", "save_hf", "load", "ref_load", "config", "resume",
 )  # fmt: skip
@@ -36,15 +36,15 @@ def model_card(
     is_adapter: bool = False,
     base_format: str = "",
 ) -> str:
-    """The card as Markdown, with the hub's YAML head.
+    """Return the card as Markdown with the hub's YAML header.
 
     Args:
-        name: of the model, for people.
-        run: what taught it; None: only the name and the licence are known.
-        base_model: the directory that the run began with; the hub's own copies have a name there.
+        name: display name of the model.
+        run: the run that trained it; None if unknown.
+        base_model: directory that the run started from; a download from the hub gets its hub name.
         licence: the hub's identifier of the base model's licence.
-        is_adapter: the files are those of an adapter (LoRA) of the base.
-        base_format: how the base's weights are quantised; "" for plain ones.
+        is_adapter: whether the files are a LoRA adapter of the base model.
+        base_format: quantisation of the base model's weights; "" if they are not quantised.
     """
     base = (hub_name(str(base_model)) or base_model.name) if base_model is not None else ""
     library = "peft" if is_adapter else "transformers"
@@ -116,7 +116,7 @@ def _stage(stage: Stage, several: bool) -> list[str]:
 
 
 def _scores(stage: Stage) -> list[str]:
-    """First and last value of what the curves of the report show."""
+    """Return a table of the first and last value of the main curves."""
     keys = [
         f"eval/{name}"
         for name in dict.fromkeys(name for row in stage.rows for name in eval_scores(row))
@@ -136,7 +136,7 @@ def _scores(stage: Stage) -> list[str]:
 
 
 def _shown(flag: str, value: Any) -> str:
-    """Return a flag's value without secrets and without folders of the machine."""
+    """Format a flag's value without secrets and without this machine's folders."""
     value = redacted(value, flag)
     if value is True:
         return ""

@@ -1,5 +1,4 @@
-"""Output in notebooks: a run in a kernel is shown in one output of its cell, which is updated in
-place."""
+"""Output in notebooks: the cell of a run has a single output, which is updated in place."""
 
 from __future__ import annotations
 
@@ -17,17 +16,17 @@ _SECONDS_BETWEEN_UPDATES = 0.5
 def can_move_cursor(stream: TextIO, environ: Mapping[str, str] = os.environ) -> bool:
     """Whether ``stream`` is a terminal on which a table can be redrawn.
 
-    FORCE_COLOR makes none of a pipe. The terminal that ``!command`` of a notebook runs in is none
-    either: each state of the table would be added to the cell. Kernels set these variables for it.
+    FORCE_COLOR does not make a pipe count. The terminal of a notebook's ``!command`` does not count
+    either: the cell would append each state of the table. Kernels set TERM and GIT_PAGER for it.
     """
     is_of_notebook = environ.get("TERM") == "xterm-color" and environ.get("GIT_PAGER") == "cat"
     return stream.isatty() and not is_of_notebook
 
 
 class LinePrinter:
-    """Shows the lines of a run: printed one by one, or in a notebook the last ones in one output.
+    """Prints the lines of a run one by one, or shows the last ones in one output of a notebook.
 
-    Make it in the thread that runs the cell; the other methods may be called in another one.
+    Create it in the thread that runs the cell; the methods may be called in another thread.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,7 +45,7 @@ class LinePrinter:
         self._is_changed = True
 
     def refresh(self, at_once: bool = False) -> None:
-        """Update the notebook's output if there are new lines, twice a second at most."""
+        """Show new lines in the notebook's output, at most twice a second unless ``at_once``."""
         now = self._clock()
         is_due = at_once or now - self._updated >= _SECONDS_BETWEEN_UPDATES
         if self._output is not None and self._is_changed and is_due:
@@ -56,7 +55,7 @@ class LinePrinter:
 
 
 def _new_output() -> Any:
-    """A display of IPython's with an id; None outside of a kernel."""
+    """Create an updatable IPython display; None outside of a kernel."""
     ipython = sys.modules.get("IPython")
     if ipython is None or getattr(ipython.get_ipython(), "kernel", None) is None:
         return None

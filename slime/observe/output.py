@@ -1,5 +1,5 @@
-"""Keep a run going when its output cannot be written: a closed pipe, a full disk under a log, a
-terminal that is gone."""
+"""Keep a run going when its output cannot be written: a closed pipe, a full disk, a closed
+terminal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Tolerant:
     def _lose(self, error: OSError) -> None:
         _redirect_to_null(self._stream.fileno())
         with suppress(OSError):
-            self._stream.flush()  # what was not written yet
+            self._stream.flush()  # drop the buffered text into /dev/null
         _say(f"{self._name} cannot be written any more ({error.strerror})")
 
 
@@ -70,7 +70,7 @@ def lose_terminal() -> None:
 
 @contextmanager
 def tolerant_output() -> Iterator[None]:
-    """Within this block a failed write to stdout or stderr raises nothing; it is logged once."""
+    """Within this block, log the first failed write to stdout or stderr, and never raise it."""
     before = sys.stdout, sys.stderr
     for name, stream in zip(("stdout", "stderr"), before):
         # no stream, or one without a descriptor

@@ -1,5 +1,5 @@
-"""Wall-clock times of the phases of a process. One clock feeds the ``perf/{phase}_time`` metrics
-and the events of the timeline.
+"""Durations of the phases of a process. One clock gives the ``perf/{phase}_time`` metrics and the
+events of the timeline.
 
 Example:
     >>> timer = PhaseTimer()
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-#: Epoch seconds at zero of the monotonic clock. The wall clock is read once: it may run backwards.
+#: Epoch seconds at time 0 of the monotonic clock; read once, as the wall clock may go backwards.
 _EPOCH = time.time() - time.perf_counter()
 
 
@@ -38,8 +38,8 @@ class PhaseEvent:
 
 
 class PhaseTimer:
-    """Times named phases, nested ones too. A phase entered several times in a step adds up. One
-    thread only.
+    """Times named phases, which may nest. Several entries of a phase in a step add up. Not
+    thread-safe.
 
     Args:
         on_change: called with the name of the innermost open phase, or None, whenever it
@@ -82,14 +82,14 @@ class PhaseTimer:
         return self._open[-1][0] if self._open else None
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return ``perf/{phase}_time`` in seconds of all phases that ended since the last call."""
+        """Return ``perf/{phase}_time`` in seconds for the phases that ended since the last call."""
         seconds = self._seconds
         self._seconds = {}
         return {f"perf/{name}_time": value for name, value in seconds.items()}
 
     def forget_all_but(self, name: str) -> None:
-        """Drop the seconds of all other phases since the last `pop_metrics`. Call this when their
-        step is repeated."""
+        """Drop the seconds of all other phases since the last `pop_metrics`, for example before
+        their step is repeated."""
         self._seconds = {name: self._seconds[name]} if name in self._seconds else {}
 
     def pop_events(self) -> list[PhaseEvent]:

@@ -1,8 +1,8 @@
 """Write generated samples to disk: ``samples/rollout_000012.jsonl``, ``samples/eval_000012.jsonl``
 and the traces.
 
-A file has one line per sample, so that ``jq``, pandas and ``datasets`` read it. Of a large rollout
-only whole groups, evenly spread, are kept: enough to read, not a second copy of the data.
+A file has one line per sample, in a format that ``jq``, pandas and ``datasets`` read. A large
+rollout keeps only some whole groups, evenly spread: enough to read, not a second copy of the data.
 --save-debug-rollout-data keeps everything.
 """
 
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from slime.config.config import Config
     from slime.samples.batch import SampleKey, TrainedTokens
 
-#: Longest text kept of a prompt, a response or a label, in characters.
+#: Maximum characters of a recorded prompt, response or label.
 MAX_TEXT = 20_000
-#: Tokens of a file that are kept one by one with their log-probs: some 15 bytes each, a megabyte
-#: per rollout.
+#: Maximum tokens per file that are recorded one by one with their log-probs: about 15 bytes each, a
+#: megabyte per rollout.
 MAX_TOKENS = 65_536
-#: Failures kept of a rollout, or of all evaluations.
+#: Maximum recorded failures of a rollout, or of all evaluations.
 MAX_FAILURES = 256
-#: The text of an incomplete character, and the most tokens that a character has.
+#: The text of an incomplete character, and the maximum tokens of one character.
 _PART = "\ufffd"
 _MOST_PARTS = 4
 
 
 def run_lengths(mask: Sequence[int]) -> list[list[int]]:
-    """Run-length code of a loss mask: [value, count] pairs.
+    """Run-length encode a loss mask as [value, count] pairs.
 
     Example:
         >>> run_lengths([1, 1, 0, 0, 0, 1])
@@ -59,11 +59,11 @@ def run_lengths(mask: Sequence[int]) -> list[list[int]]:
 
 
 def segments(sample: Sample, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
-    """Split the response into pieces of text that are trained on or not, and came from one version
+    """Split the response into pieces of text: each is trained on or not, and comes from one version
     of the weights.
 
     Returns:
-        [{"text", "trained", "version"}] in order; empty when everything is trained and of one
+        [{"text", "trained", "version"}] in order; empty if all tokens are trained on and have one
         version.
     """
     mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
@@ -89,7 +89,7 @@ def segments(sample: Sample, decode: Callable[[list[int]], str]) -> list[dict[st
 def _log_prob_stats(
     values: Sequence[float] | None, mask: Sequence[int] | None
 ) -> dict[str, float] | None:
-    """Mean and least log-prob of the trained tokens."""
+    """Return the mean and the minimum log-prob of the trained tokens."""
     if not values:
         return None
     kept = [
@@ -101,11 +101,11 @@ def _log_prob_stats(
 
 
 class TokenTexts:
-    """The text of each token as it reads within a text. A character of several tokens stands at the
-    first of them; invalid bytes read �.
+    """The text of each token within a response. A character of several tokens is at the first of
+    them; the others get "". Invalid bytes become �.
 
     Args:
-        decode: turns token ids into text. Asked once per token id, and once per such character.
+        decode: turns token ids into text; called twice per new token id, once per such character.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
@@ -133,9 +133,9 @@ class TokenTexts:
             alone = self._decode([token])
             twice = self._decode([token, token])
         except (OverflowError, ValueError, TypeError, IndexError, KeyError):
-            alone = ""  # of a user's own, unknown to the tokenizer: no reason to lose a rollout
+            alone = ""  # an id of a user's own that the tokenizer does not know
             twice = f"<{token}>"
-        # where decoding strips the space that begins a text, the second of two has it still
+        # decoding may strip a text's first space; the second of two tokens keeps it
         text = self._known[token] = str(
             json_safe(twice[len(alone) :] if twice.startswith(alone) else alone)
         )
@@ -145,13 +145,13 @@ class TokenTexts:
         if tokens in self._characters:
             return self._characters[tokens]
         text = str(json_safe(self._decode(list(tokens))))
-        if _PART not in text:  # of what is no character there is no end
+        if _PART not in text:  # invalid byte sequences are unbounded in number
             self._characters[tokens] = text
         return text
 
 
 def token_record(sample: Sample, texts: TokenTexts) -> dict[str, Any] | None:
-    """Return ``{"text": [...], "log_probs": [...] or null}``, an entry per token of the response;
+    """Return ``{"text": [...], "log_probs": [...] or None}`` with one entry per response token;
     None without a response."""
     if not sample.response_length:
         return None
@@ -199,7 +199,7 @@ def sample_record(
 
 
 def _as_far_as_it_goes(sample: Sample) -> dict[str, Any]:
-    """Return the record of a sample that users' code may have left in any state."""
+    """Return a sample's record, or only its main fields if users' code left it inconsistent."""
     try:
         return sample_record(sample)
     except (TypeError, ValueError, AttributeError, IndexError, UserError):
@@ -215,8 +215,8 @@ def _as_far_as_it_goes(sample: Sample) -> dict[str, Any]:
 
 
 def spread(groups: Sequence[Group], max_samples: int) -> list[Group]:
-    """Choose whole groups, evenly spread, with at most ``max_samples`` samples in all (but at least
-    one group)."""
+    """Choose evenly spread whole groups with about ``max_samples`` samples in all, and at least one
+    group."""
     count = sum(len(group.samples) for group in groups)
     if count <= max_samples:
         return list(groups)
@@ -225,7 +225,7 @@ def spread(groups: Sequence[Group], max_samples: int) -> list[Group]:
 
 
 def trained_name(rollout_id: int) -> str:
-    """Return the file name of `Recorder.record_training`, beside ``rollout_<id>.jsonl``."""
+    """Return the name of the file that `Recorder.record_training` writes."""
     return f"trained_{rollout_id:06d}.jsonl"
 
 
@@ -236,8 +236,8 @@ def _key(sample: Sample, index: int) -> SampleKey:
 def _numbers(
     values: np.ndarray | None, *, one_for_all: bool = False
 ) -> list[float | None] | float | None:
-    """Round values for JSON; return one number for all tokens, where ``one_for_all`` and they are
-    equal."""
+    """Round values for JSON, [R] → one entry per token, or with ``one_for_all`` a single number if
+    all are equal."""
     if values is None or not len(values):
         return None
     rounded: list[float] = (values.astype("float64").round(4) + 0.0).tolist()  # no "-0.0"
@@ -247,16 +247,16 @@ def _numbers(
 
 
 class Recorder:
-    """Writes samples and traces of the process that generates.
+    """Writes samples and traces; used in the rollout process.
 
     Args:
-        run: the run folder (or its path; the stage is then taken from `config`).
-        decode: turns token ids into text (``tokenizer.decode``); with it, responses with a loss
-            mask or several weight versions are stored in coloured pieces too.
-        max_samples: training samples kept per rollout, and evaluation samples kept per data set; 0
-            keeps none.
+        run: the run folder, or its path; `config` then gives the stage.
+        decode: turns token ids into text (``tokenizer.decode``); needed to record tokens one by one
+            and `segments`.
+        max_samples: maximum training samples per rollout, and maximum evaluation samples per data
+            set; 0 records none.
     Attributes:
-        has_rollouts: one was recorded, so that an evaluation is not one before any training.
+        has_rollouts: whether a rollout was recorded; before, evaluations are ``eval_start``.
     """
 
     def __init__(
@@ -278,9 +278,9 @@ class Recorder:
         set_tracing(self._tracing)
 
     def record_rollout(self, rollout_id: int, groups: Sequence[Group]) -> None:
-        """Write what rollout `rollout_id` generated, and its timeline."""
+        """Write the samples of rollout `rollout_id`, and its timeline."""
         self.has_rollouts = True
-        # of a rollout that is done again
+        # if the rollout is repeated, this file is outdated
         (self._run.samples / trained_name(rollout_id)).unlink(missing_ok=True)
         kept = spread(groups, self._max_samples) if self._max_samples else []
         self._write(
@@ -295,7 +295,7 @@ class Recorder:
     def record_failure(
         self, rollout_id: int | None, samples: Sequence[Sample], while_: str, error: Exception
     ) -> None:
-        """Write at once that users' code failed on samples of one trajectory, with the traceback.
+        """Append samples of one trajectory on which users' code failed, with the traceback.
 
         Args:
             rollout_id: None for an evaluation.
@@ -317,8 +317,8 @@ class Recorder:
             file.write(b"".join(lines))
 
     def token_keys(self, groups: Sequence[Group]) -> frozenset[SampleKey]:
-        """Return the samples of a rollout whose tokens `record_rollout` keeps one by one, if their
-        key is unique in it."""
+        """Return the keys of samples whose tokens `record_rollout` writes one by one. Keys that are
+        not unique in the rollout are left out."""
         if self._texts is None or not self._max_samples:
             return frozenset()
         left = MAX_TOKENS
@@ -335,7 +335,7 @@ class Recorder:
         return frozenset(key for key in keys if counts[key] == 1)
 
     def record_training(self, rollout_id: int, trained: Sequence[TrainedTokens]) -> None:
-        """Write what training knew of the tokens of recorded samples to a file beside theirs."""
+        """Write advantages and log-prob differences of recorded samples to `trained_name`."""
         lines = [
             dump_line({
                 "index": one.key[0],
@@ -350,8 +350,8 @@ class Recorder:
             write_atomically(self._run.samples / trained_name(rollout_id), b"".join(lines))
 
     def evaluation_name(self, rollout_id: int) -> str:
-        """Name the file of an evaluation that begins now after the rollout trained on before it;
-        before any training it is ``eval_start``."""
+        """Return the file name of an evaluation that begins now, after training on ``rollout_id``;
+        ``eval_start`` before any rollout."""
         return f"eval_{rollout_id:06d}" if self.has_rollouts else "eval_start"
 
     def record_evaluation(
@@ -361,7 +361,7 @@ class Recorder:
         `slime.user_code.hooks.RolloutFnEvalOutput`.
 
         Args:
-            name: what `evaluation_name` said when it began.
+            name: the result of `evaluation_name` when the evaluation began.
         """
         extras = []
         lists = []
@@ -379,7 +379,7 @@ class Recorder:
             for sample in samples:
                 record = {**extra, **sample_record(sample, self._decode)}
                 if self._texts is not None and sample.response_length <= left:
-                    # of JSON as it is: there are many
+                    # added after json_safe, which is slow for so many values
                     record["tokens"] = token_record(sample, self._texts)
                     left -= sample.response_length
                 lines.append(dump_line(record))

@@ -1,4 +1,4 @@
-"""Read a run folder for pages and commands. Missing or half-written files are left out, never an
+"""Read a run folder for pages and commands. Missing or half-written files are skipped without an
 error."""
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from slime.errors import UserError
 from slime.files import read_lines, read_object
 from slime.observe.run_folder import RunFolder, config_files, is_held
 
-#: (step, value) of a metric; None where it was not a finite number.
+#: (step, value) of a metric; the value is None if it was not a finite number.
 Point = tuple[float, float | None]
-#: Keys of a metrics row that are no metrics.
+#: Keys of a metrics row that are not metrics.
 ROW_KEYS = ("step", "time", "stage", "nonfinite")
 
 
@@ -24,11 +24,11 @@ class Stage:
     """One stage of a run.
 
     Attributes:
-        name: "" when the run has only one stage.
-        summary: its entry in ``run.json``.
-        config: its configuration file as written.
-        rows: metrics by step, one dict per step, in order.
-        rollouts, evaluations: recorded samples by file name, in order.
+        name: "" if the run has only one stage.
+        summary: the stage's entry in ``run.json``.
+        config: the stage's configuration file as written.
+        rows: metrics, one dict per step, in order.
+        rollouts, evaluations: name → file of recorded samples, in order.
     """
 
     name: str
@@ -39,17 +39,17 @@ class Stage:
     evaluations: dict[str, Path] = field(default_factory=dict)
 
     def series(self, key: str) -> list[Point]:
-        """(step, value) of one metric; None where it was not a finite number."""
+        """Return the points of one metric; a value is None if it was not a finite number."""
         return [(row["step"], row[key]) for row in self.rows if key in row]
 
     def keys(self) -> list[str]:
-        """Names of all metrics, in order of first appearance."""
+        """Return the names of all metrics, in order of first appearance."""
         return list(dict.fromkeys(key for row in self.rows for key in row if key not in ROW_KEYS))
 
 
 @dataclass
 class RunData:
-    """A run folder: its stages by their start, and its crashes, the newest last."""
+    """A run folder: its stages in order of their start, and its crashes, newest last."""
 
     path: Path
     stages: list[Stage]
@@ -61,8 +61,8 @@ class RunData:
 
 
 def merge_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge to one row per step, in order: later rows of a step add to and override earlier ones.
-    Damaged rows and those of other versions are used as far as they are understood."""
+    """Merge to one row per step, in order; later rows of a step extend and override earlier ones.
+    Rows without a step, and values that are not numbers, are dropped."""
     by_step: dict[float, dict[str, Any]] = {}
     for row in rows:
         step = row.get("step")
@@ -81,7 +81,7 @@ def merge_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def rows_by_stage(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return one row per step for each stage of ``metrics.jsonl``; "" is the stage of a run without
+    """Return stage → one row per step of ``metrics.jsonl``; "" is the stage of a run without
     stages."""
     names = dict.fromkeys(row.get("stage") or "" for row in rows)
     return {
@@ -119,11 +119,11 @@ def read_run(path: Path) -> RunData:
 
 
 def read_stages(path: Path, rows: dict[str, list[dict[str, Any]]]) -> list[Stage]:
-    """Return the stages of a run folder in the order in which they began; [] if it is no run
+    """Return the stages of a run folder in order of their start; [] if it is not a run
     folder.
 
     Args:
-        rows: the metrics of each stage, as `rows_by_stage` gives them.
+        rows: the metrics of each stage, from `rows_by_stage`.
     """
     config_names = list(config_files(path))
     if not rows and not config_names:
@@ -187,7 +187,7 @@ def config_value(config: dict[str, Any], name: str) -> Any:
 
 
 def is_supervised(stage: Stage) -> bool:
-    """Whether a stage trains on the answers of its data, whose rewards nobody has measured."""
+    """Whether a stage trains on its data and generates nothing, so that it has no rewards."""
     return config_value(stage.config, "loss_type") in DATA_LOSSES
 
 
@@ -197,7 +197,7 @@ def learns_preferences(stage: Stage) -> bool:
 
 
 def elapsed(stage: Stage) -> float | None:
-    """Return seconds from the stage's start to its end (or to now while it runs)."""
+    """Return seconds from the stage's start to its end, or to now if it runs; None if unknown."""
     start = stage.summary.get("started") or (stage.rows[0].get("time") if stage.rows else None)
     if start is None:
         return None

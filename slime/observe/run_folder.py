@@ -1,16 +1,16 @@
-"""The run folder: everything one run leaves behind, readable while the run goes on.
+"""The run folder: all output of one run, readable while the run is in progress.
 
 outputs/<run_name>/
   config.json           every setting and where it came from (config.<stage>.json for a named stage)
   run.json              stages with start, end and state; host, pid and command line
   metrics.jsonl         one JSON object per step
   tensorboard/          event files
-  samples/              what was generated, per rollout and per evaluation
+  samples/              generated samples, per rollout and per evaluation
   trace/                timelines that open in Perfetto, per rollout
   logs/                 one file per process
-  model/                with --save: the model at the end, a Hugging Face directory
-  journal/              while it runs: what is not trained on yet, and when weights were pushed
-  reference_log_probs/  with a preference loss: what the reference model has scored
+  model/                with --save: the final model, a Hugging Face directory
+  journal/              while it runs: samples not yet trained on, and the pushes of weights
+  reference_log_probs/  with a preference loss: log-probs of the reference model
   crash/                traceback, last metrics and configuration of a failed run
   report.html           all of it on one page
 """
@@ -50,11 +50,11 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-#: Bytes of each log in a crash folder, and the number of logs.
+#: Maximum bytes of each log in a crash folder, and maximum number of logs.
 _LOG_BYTES = 64 << 10
 _MOST_LOGS = 64
 _CONFIG = re.compile(r"config(?:\.([^\s/()~]{1,100}))?\.json")
-#: Steps, seconds and process ids beyond it are damage, and no calendar has them.
+#: Larger times and process ids in ``run.json`` are damage; no date can be made of them.
 _MOST = 1e11
 #: Files and folders of a run folder.
 _FILES = ("run.json", "metrics.jsonl", "report.html", ".lock", "config.json")
@@ -63,7 +63,7 @@ _FOLDERS = (
     "reference_log_probs",
 )  # fmt: skip
 _SUFFIXES_INSIDE = (".jsonl", ".json", ".log")
-#: Files of file managers; a folder with nothing else counts as empty.
+#: Files that do not make a folder a run folder; a folder with only these counts as empty.
 _OF_NOBODY = frozenset((".lock", ".DS_Store", "Thumbs.db", "desktop.ini"))
 _REPORTED_PACKAGES = (
     "slime-rl", "torch", "megatron-core", "sglang", "ray", "transformers", "sglang-router",
@@ -72,12 +72,12 @@ _REPORTED_PACKAGES = (
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of one run. Cheap and picklable; other processes build it again from path and stage.
+    """Paths of one run. It is cheap to create and picklable.
 
     Attributes:
         path: the folder itself.
-        stage: name of this stage where several share one folder (SFT, then RL); None when there is
-            only one.
+        stage: name of this stage if several share the folder (SFT, then RL); None if there is only
+            one.
     """
 
     path: Path
@@ -136,20 +136,19 @@ class RunFolder:
 
     @staticmethod
     def claim(config: Config, *, resuming: bool = False) -> tuple[RunFolder, ExitStack]:
-        """Make the folder of this run, or open it again to continue. A launch that is refused
+        """Create the folder of this run, or reopen it to resume, and lock it. A refused launch
         changes nothing.
 
         Args:
             config: gives ``--output-dir``, ``--run-name``, ``--stage`` and ``--save``.
-            resuming: a checkpoint is being continued, so an existing folder (or stage) is what we
-                want.
+            resuming: the run continues from a checkpoint, so the folder (or stage) may exist.
 
         Returns:
-            The folder, and its lock and that of ``--save``, until they are closed.
+            The folder, and an `ExitStack` that holds its lock and the lock of ``--save``.
 
         Raises:
-            UserError: another live process writes to one of them, the folder (or this stage in it)
-                exists and we are not resuming, or it cannot be written.
+            UserError: another live process holds one of the locks, the folder (or this stage in
+                it) exists and ``resuming`` is false, or it cannot be written.
         """
         observe = config.observe
         run = RunFolder(Path(observe.output_dir) / observe.run_name, observe.stage or None)
@@ -158,10 +157,10 @@ class RunFolder:
         with ExitStack() as locks:
             locks.enter_context(run.lock())
             if not resuming:
-                run._check_unused()  # of two launches at once, the other one may have had the lock
+                run._check_unused()  # a concurrent launch may have held the lock
             if config.checkpoint.save is not None:
                 locks.enter_context(lock_folder(Path(config.checkpoint.save)))
-            run._check_places()  # before anything is changed
+            run._check_places()  # before the first change
             try:
                 if run.config_path.exists() and run.config_path.stat().st_size:
                     run._keep_config()
@@ -174,8 +173,8 @@ class RunFolder:
             return run, locks.pop_all()
 
     def lock(self) -> AbstractContextManager[None]:
-        """Keep every other process from writing here. A process that does not hold the lock changes
-        nothing in the folder.
+        """Lock the folder against all other processes. Only the holder of the lock may change the
+        folder.
 
         Raises:
             UserError: another live process holds it, or the folder cannot be written.
@@ -207,11 +206,11 @@ class RunFolder:
             )
 
     def _check_places(self) -> None:
-        """Check that every path that the run writes to is free or of the right kind.
+        """Check that the run can write to all of its paths.
 
         Raises:
-            UserError: a folder has the name of a file, a file that of a folder, or one cannot be
-                read and written.
+            UserError: a path is a folder instead of a file or the reverse, or it cannot be read
+                and written.
         """
         folders = [self.path / name for name in _FOLDERS]
         files = [*(self.path / name for name in _FILES), *config_files(self.path).values()]
@@ -235,18 +234,18 @@ class RunFolder:
             )
 
     def _was_never_launched(self) -> bool:
-        """Whether an earlier try under this name ended before anything ran, for lack of data, GPUs
-        or a model; the corrected run takes its place."""
+        """Whether an earlier launch under this name ended before it was up, for example without
+        data, GPUs or a model; a corrected launch then takes its place."""
         entry = self.read_summary()["stages"].get(self.stage or "")
         if entry is None or entry.get("launched") is not None:
             return False
         if entry.get("state") != "running":
             return True
         here = entry.get("host") == platform.node()
-        return here and not Path(f"/proc/{entry.get('pid')}").exists()  # killed while it came up
+        return here and not Path(f"/proc/{entry.get('pid')}").exists()  # killed during its launch
 
     def _keep_config(self) -> None:
-        """Keep the settings of every launch: they stay readable, and can replace a lost file."""
+        """Copy the configuration file to ``history/``; the copy can replace a lost file."""
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(self.config_path.stat().st_mtime))
         history = self.path / "history"
         history.mkdir(exist_ok=True)
@@ -256,8 +255,8 @@ class RunFolder:
         """Return the configuration of the newest launch.
 
         Raises:
-            UserError: it is missing or damaged; says which copies there are, or what the command of
-                the run was.
+            UserError: it is missing or damaged; the fix names a copy of it, or the command of the
+                run.
         """
         from slime.config.config import Config
 
@@ -269,7 +268,7 @@ class RunFolder:
             ) from error
 
     def _instead_of_the_config(self, load: Callable[[Path], Config]) -> str:
-        """Advise what to do without the configuration file."""
+        """Return a fix for a missing or damaged configuration file."""
         copies = [*(self.path / "history").glob(f"{self.config_path.stem}.*-*.json")]
         copies += self.crash.glob(f"*/{self.config_path.name}")
         for copy in sorted(copies, key=_written, reverse=True):
@@ -285,8 +284,8 @@ class RunFolder:
     # -- state -------------------------------------------------------------------------------------
 
     def note_inputs(self, inputs: dict[str, str]) -> dict[str, Any]:
-        """Store fingerprints of the inputs of this launch (`slime.run.changed_inputs`). Return
-        those of the launch before, {} if there was none."""
+        """Store fingerprints of this launch's inputs (`slime.run.changed_inputs`). Return those of
+        the previous launch, or {} if there was none."""
         summary = self.read_summary()
         entry = summary["stages"].setdefault(self.stage or "", {})
         before = entry.get("inputs")
@@ -295,10 +294,10 @@ class RunFolder:
         return before if isinstance(before, dict) else {}
 
     def set_state(self, state: str) -> None:
-        """Note in ``run.json`` how this stage stands: "running", "finished", "stopped" (can resume)
-        or "failed".
+        """Write the state of this stage to ``run.json``: "running", "finished", "stopped" (can be
+        resumed) or "failed".
 
-        "launched" notes that everything is up; from then on the folder belongs to this run.
+        "launched" records that all processes are up; from then on the folder belongs to this run.
         """
         summary = self.read_summary()
         entry = summary["stages"].setdefault(self.stage or "", {})
@@ -326,8 +325,8 @@ class RunFolder:
         )
 
     def read_summary(self) -> dict[str, Any]:
-        """``run.json``: ``{"name", "stages": {stage or "": {"state", "started", "ended", "pid",
-        "host", "argv", "cwd", "packages"}}}``; what is damaged is left out."""
+        """Read ``run.json``: ``{"name", "stages": {stage or "": {"state", "started", "ended",
+        "pid", "host", "argv", "cwd", "packages"}}}``. Damaged entries are left out."""
         summary = read_object(self.path / "run.json")
         stages = summary.get("stages")
         whole = {
@@ -343,14 +342,14 @@ class RunFolder:
         return str(state) if state is not None else None
 
     def write_crash(self, error: BaseException, note: str = "") -> Path | None:
-        """Keep what explains a failure: ``crash/<time>/`` with the traceback, the last metrics, the
-        configuration and the ends of all logs.
+        """Write ``crash/<time>/`` with the traceback, the last metrics, the configuration and the
+        ends of the newest logs, and set the state "failed". Returns the folder.
 
-        Drivers call it on the way out. It never hides the error itself: when the folder cannot be
-        written (a full disk may be the reason of the crash), it logs that and returns None.
+        A folder that cannot be written must not hide the error, for example of a full disk: that
+        is logged, and None is returned.
 
         Args:
-            note: what the run was doing, e.g. the open phase.
+            note: what the run was doing, for example the open phase.
         """
         folder = self.crash / time.strftime("%Y%m%d-%H%M%S")
         details = {
@@ -388,7 +387,7 @@ class RunFolder:
     def _keep_ends_of_logs(self, folder: Path) -> None:
         newest = sorted(self.logs.glob("*.log"), key=_written, reverse=True)[:_MOST_LOGS]
         for path in newest:
-            # gone meanwhile, a broken link, or a pipe, which nobody may ever write to
+            # removed meanwhile, a broken link, or a pipe, which would block
             if not path.is_file():
                 continue
             folder.mkdir(exist_ok=True)
@@ -397,8 +396,8 @@ class RunFolder:
 
 
 def config_files(folder: Path) -> dict[str, Path]:
-    """Return stage ("" for the only one) → configuration file, the newest last. Copies by file
-    managers (``config (copy).json``, ``config.json~``) do not count."""
+    """Return stage ("" for a run without stages) → configuration file, newest last. Copies that
+    file managers make (``config (copy).json``, ``config.json~``) do not count."""
     named = {
         match.group(1) or "": path
         for path in entries_of(folder)
@@ -408,7 +407,7 @@ def config_files(folder: Path) -> dict[str, Path]:
 
 
 def newest_stage(folder: Path, stage: str | None = None) -> RunFolder:
-    """The run's stage of that name, else its newest."""
+    """Return the run's stage of that name, else its newest stage."""
     stages = RunFolder(folder).read_summary()["stages"]
     started = dict.fromkeys(config_files(folder), 0.0)
     started |= {name: entry.get("started") or 0.0 for name, entry in stages.items()}
@@ -417,7 +416,7 @@ def newest_stage(folder: Path, stage: str | None = None) -> RunFolder:
 
 
 def _no_plain_files(folder: Path, levels: int = 2) -> Iterator[Path]:
-    """Yield folders, links and pipes that have the name of a run's file."""
+    """Yield folders, links and pipes whose suffix is that of a file of a run."""
     try:
         entries = list(os.scandir(folder))
     except OSError:
@@ -431,7 +430,7 @@ def _no_plain_files(folder: Path, levels: int = 2) -> Iterator[Path]:
 
 
 def _is_of_a_stage(key: str, value: Any) -> bool:
-    """Whether a value in ``run.json`` is one that a run writes there."""
+    """Whether a value in ``run.json`` has the type that a run writes."""
     if key in ("started", "ended", "launched", "pid"):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         return value is None or (is_number and abs(value) < _MOST)
@@ -442,7 +441,7 @@ def _is_of_a_stage(key: str, value: Any) -> bool:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold ``folder/.lock``, which names this process; the folder is made where there is none.
+    """Hold ``folder/.lock``, which names this process; create the folder if it is missing.
 
     Raises:
         UserError: another live process holds it, or the folder cannot be written.
@@ -472,7 +471,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
                 why=f"it is {holder}" if holder else "it holds the lock",
                 fix="wait for it or stop it, or write to another folder (--run-name, --save)",
             ) from error
-        except OSError as error:  # a file system without locks
+        except OSError as error:  # the file system has no locks
             logger.warning("no lock on %s: %s", folder, error.strerror)
         else:
             os.ftruncate(descriptor, 0)
@@ -502,9 +501,9 @@ def check_no_run_writes(output: Path, flag: str, own: Collection[Path] = ()) -> 
     """Refuse to write into the folder of a run in progress.
 
     Args:
-        own: folders of the run that asks, whose locks it takes itself.
+        own: folders that the caller itself has locked.
     Raises:
-        UserError: ``output``, the value of a command's ``flag``, lies in one.
+        UserError: ``output``, the value of a command's ``flag``, is in such a folder.
     """
     folder = folder_being_written(output, own)
     if folder is not None:
@@ -515,14 +514,14 @@ def check_no_run_writes(output: Path, flag: str, own: Collection[Path] = ()) -> 
 
 
 def folder_being_written(path: Path, own: Collection[Path] = ()) -> Path | None:
-    """Return the folder of the run in progress that a path lies in; None if it lies in none."""
+    """Return the folder of a run in progress that contains a path; None if there is none."""
     place = path.resolve()
     folders = (folder for folder in (place, *place.parents) if folder not in own)
     return next(filter(is_held, folders), None)
 
 
 def _take_lock(descriptor: int) -> None:
-    """Take the lock; wait for readers that test it for an instant."""
+    """Take the lock; retry for a moment, since `is_held` takes it for an instant."""
     end = time.monotonic() + deadlines.RUN_FOLDER_LOCK
     while True:
         try:
@@ -559,7 +558,7 @@ def _end_of(path: Path) -> bytes:
 
 @functools.cache
 def package_versions() -> dict[str, str]:
-    """Return the versions of the packages that reports name; "not installed" for missing ones."""
+    """Return package → version for the main packages; "not installed" for missing ones."""
     versions = {}
     for name in _REPORTED_PACKAGES:
         try:

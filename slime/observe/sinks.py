@@ -1,9 +1,9 @@
-"""Send metrics to console, ``metrics.jsonl``, TensorBoard and the trackers of the flags. The driver
-holds one `Sinks` per run.
+"""Send metrics to the console, ``metrics.jsonl``, TensorBoard and the trackers that flags choose.
+The driver holds one `Sinks` per run.
 
 ``step`` is the number of rollouts trained on so far: an evaluation before training is step 0, and
-rollout k with its training is step k + 1. Each step is logged once, and once more where an
-evaluation of its weights went on beside later ones.
+rollout k with its training is step k + 1. Each step is logged once, and once more if an evaluation
+of its weights ended during later steps.
 
 Example (what a driver does):
     sinks = Sinks(config, run)
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-#: Seconds in which images are prepared.
+#: Metrics: seconds of image preparation.
 _IMAGES = ("perf/images/trainer_time", "perf/images/rollout_time")
-#: Phases in which the trainer has nothing to do.
+#: Phases in which the trainer is idle.
 _TRAINER_WAITS = ("rollout", "train_wait", "generation_wait", "evaluation_wait")
 
 
@@ -53,14 +53,14 @@ class Sink(Protocol):
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
 
     def rewind(self, next_step: int) -> None:
-        """The run goes on with `next_step`; what an earlier process logged from there on is
-        void."""
+        """Discard what an earlier process logged from `next_step` on; the run continues with that
+        step."""
 
     def close(self) -> None: ...
 
 
 def _is_step(metrics: Mapping[str, Any]) -> bool:
-    """Whether they are of a rollout or of training, not of an evaluation alone."""
+    """Whether the metrics include a rollout or training, not only an evaluation."""
     return any(name.startswith(("rollout/", "train/")) for name in metrics)
 
 
@@ -69,15 +69,15 @@ def _named_seconds(times: Mapping[str, float]) -> float:
 
 
 class Sinks:
-    """All sinks of a run, and the driver's phases. Whoever makes them holds the lock on the run
+    """All sinks of a run, and the driver's phases. The caller must hold the lock on the run
     folder.
 
     Args:
         console: where progress is shown; by default stderr.
-        more: sinks of the caller's own, called after the others: they may read what those wrote.
+        more: further sinks, called after the others, so that they may read what those wrote.
 
     Raises:
-        UserError: a tracker is asked for and not installed, or lets no run begin.
+        UserError: a tracker that a flag chooses is not installed, or refuses the run.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Sinks:
         self._step_start = now()
         self._failed_phase: str | None = None
         self._log_seconds = 0.0
-        """That went into logging since the last step: a part of the one under way."""
+        """Seconds spent on logging since the last step; they count for the current step."""
 
     # -- while the run goes on ---------------------------------------------------------------------
 
@@ -108,15 +108,15 @@ class Sinks:
         launch_seconds: float = 0.0,
         saved: dict[str, float] | None = None,
     ) -> None:
-        """Everything is up: `first_step` steps are done already (a checkpoint was loaded),
-        `total_steps` is the goal.
+        """Begin the steps, when everything is up: `first_step` steps of `total_steps` are done (a
+        checkpoint was loaded).
 
-        What an earlier process of this run logged beyond `first_step` is dropped: it will be logged
-        again.
+        Rows that an earlier process of this run logged beyond `first_step` are dropped, because
+        those steps are repeated.
 
         Args:
-            saved: of `first_step`, by its checkpoint; logged where that process was killed before
-                it could.
+            saved: metrics of `first_step` in its checkpoint; logged if the earlier process was
+                killed before it logged them.
         """
         self.rewind(first_step + 1 if first_step else 0)
         self._console.begin(first_step, total_steps, launch_seconds)
@@ -133,14 +133,14 @@ class Sinks:
         self._log_seconds = 0.0
 
     def rewind(self, next_step: int) -> None:
-        """Drop this stage's rows from `next_step` on; `begin` does it."""
+        """Drop this stage's rows from `next_step` on; `begin` calls this."""
         for sink in self._sinks:
             sink.rewind(next_step)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time what the driver does in this block: ``perf/{name}_time``, its lane in the trace, the
-        live display."""
+        """Time a block of the driver for ``perf/{name}_time``, the trace and the live
+        display."""
         try:
             with self._timer.phase(name):
                 yield
@@ -150,23 +150,23 @@ class Sinks:
 
     @property
     def open_phase(self) -> str | None:
-        """The phase that the driver is in, or was in when it failed; for messages and crash
-        reports."""
+        """The current phase of the driver, or the phase in which it failed; for error messages and
+        crash reports."""
         return self._timer.open_phase or self._failed_phase
 
     def progress(self, counters: Mapping[str, float]) -> None:
-        """How far the open phase is: ``done`` of ``target`` prompts, ``tokens``; for the console
-        only."""
+        """Show the progress of the open phase on the console: ``done`` of ``target`` prompts,
+        ``tokens``."""
         self._console.progress(counters)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send one step's metrics everywhere, with the times of the phases since the last call.
+        """Send one step's metrics to all sinks, with the times of the phases since the last call.
 
-        ``perf/step_time`` is the wall-clock time since the last call without evaluation, added to
-        rows that hold a rollout or a training step; ``perf/trainer_wait_ratio`` is the part of it
-        that the trainer spent waiting; ``perf/images/step_ratio`` what trainer and rollout took to
-        prepare images, as a share of it. Values given in `metrics` win. What is wrong with the run
-        is said on the console, once, and logged as ``alarm/<name>``.
+        Rows with a rollout or a training step get ``perf/step_time``, the wall-clock seconds since
+        the last call without evaluation; ``perf/trainer_wait_ratio``, the share of it in which the
+        trainer waited; and ``perf/images/step_ratio``, the time of image preparation in trainer and
+        rollout as a share of it. Values in `metrics` take precedence. New alarms are shown on the
+        console once; all alarms are logged as ``alarm/<name>``.
         """
         is_step = _is_step(metrics)
         end = now()
@@ -184,7 +184,7 @@ class Sinks:
             merged["perf/images/step_ratio"] = (
                 sum(merged.get(name, 0.0) for name in _IMAGES) / seconds
             )
-        # what the driver waited for a part of the run beyond what that part says it has worked
+        # the driver's waiting time beyond the time that the other processes report as work
         if is_step:
             merged["perf/handover_time"] = max(
                 0.0, _named_seconds(waited_for) - _named_seconds(merged)
@@ -198,28 +198,28 @@ class Sinks:
             self._console.alarm(alarm)
         if is_step:
             phases = self._timer.pop_events()
-            # the rollout has ended, so the file of its samples is there (or ours to make)
+            # the rollout has ended, so its trace is complete and can be extended (or created)
             if self._tracing:
                 add_phases(self._run.trace / f"rollout_{step - 1:06d}.json", phases)
         self._log_seconds += now() - end
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
-        """An evaluation that went on beside steps that have been logged: a row of its own, which
-        readers add to that of its step. It has no phases, and what is wrong with it is said with
-        the next step."""
+        """Log an evaluation of a step that has been logged already, as a row of its own; readers
+        merge the rows of a step. It has no phase times, and its alarms are raised with the next
+        step."""
         self._alarms.add(metrics_row(step, dict(metrics), self._run.stage))
         for sink in self._sinks:
             sink.log(step, dict(metrics))
 
     def closing_lines(self, most: int) -> list[str]:
-        """Return the alarms of the run if it ends here, the gravest first, as its last lines on the
-        console."""
+        """Return at most ``most`` alarms of the ended run, most serious first, as the last lines on
+        the console."""
         return self._console.closing_lines(self._alarms.at_the_end()[:most])
 
     # -- the end -----------------------------------------------------------------------------------
 
     def close(self, state: str = "stopped") -> None:
-        """Flush and close everything and note in ``run.json`` how the run ended. A second call does
+        """Close all sinks and write the final state to ``run.json``. A second call does
         nothing.
 
         Args:
@@ -230,13 +230,13 @@ class Sinks:
         sinks = self._sinks
         self._sinks = []
         ends: list[Callable[[], None]] = [sink.close for sink in sinks]
-        if self._run.state() != "failed":  # `RunFolder.write_crash` has said so already
-            # W&B may upload for long, and be killed over it
+        if self._run.state() != "failed":  # else `RunFolder.write_crash` has set it
+            # first, because the process may be killed during W&B's long upload
             ends.insert(0, lambda: self._run.set_state(state))
         for end in ends:
             try:
                 end()
-            # a full disk, of which the run may be dying: that error must come through
+            # a full disk may have ended the run: do not replace that error
             except OSError as problem:
                 logger.error("could not finish the run folder: %s", problem)
 
@@ -255,7 +255,7 @@ class Sinks:
 def _make(
     config: Config, run: RunFolder, console: Console | None
 ) -> tuple[ConsoleSink, list[Sink]]:
-    """The console's, and all of them."""
+    """Create the sinks that flags choose. Returns the console sink, and all sinks."""
     supervised = config.algorithm.trains_on_data
     name = f"{run.path.name}/{run.stage}" if run.stage else run.path.name
     first = ConsoleSink(name, config.rollout.num_rollout or 0, console, supervised)

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class SwanlabSink:
-    """One SwanLab run per run folder and stage; its id is kept there. Offline, a resumed run is a
-    second part of the same id, for `swanlab sync`."""
+    """One SwanLab run per run folder and stage; the folder keeps its id. Offline, a resumed
+    run is a second part with the same id, for `swanlab sync`."""
 
     def __init__(self, config: Config, run: RunFolder) -> None:
         swanlab = tracker_package("swanlab")
         observe = config.observe
-        # it would copy the terminal, and keep the command line with its secrets
+        # by default, SwanLab copies the terminal and stores the command line with its secrets
         quiet = swanlab.Settings(
             interactive=False,
             terminal={"proxy_type": "none"},
@@ -51,7 +51,7 @@ class SwanlabSink:
         self._run.log(dict(metrics), step=step)
 
     def rewind(self, next_step: int) -> None:
-        """SwanLab's history cannot be cut; it keeps the first value of a step."""
+        """Do nothing: SwanLab cannot delete history, and keeps the first value of a step."""
 
     def close(self) -> None:
         self._run.finish()

@@ -1,5 +1,4 @@
-"""TensorBoard event files, written with tensorboard's own record format and without torch or
-TensorFlow."""
+"""TensorBoard event files, written with the tensorboard package, without torch or TensorFlow."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ _file_count = itertools.count()
 
 
 class TensorBoardSink:
-    """Writes scalars to ``directory``; flushed once per step, so that curves grow while the run
-    goes on."""
+    """Writes scalars to ``directory`` and flushes them once per step, so that curves grow during
+    the run."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        number = f"{next(_file_count):04d}"  # readers take files in the order of their names
+        number = f"{next(_file_count):04d}"  # readers sort files by name
         name = (
             f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}.{number}"
         )
@@ -40,7 +39,7 @@ class TensorBoardSink:
         self._writer.flush()
 
     def rewind(self, next_step: int) -> None:
-        """Tell readers to forget what earlier event files say from `next_step` on."""
+        """Tell readers to discard values of earlier event files from `next_step` on."""
         self._write(
             Event(
                 wall_time=time.time(),

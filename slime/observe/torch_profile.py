@@ -1,5 +1,5 @@
-"""Record what this process computes with torch.profiler, and put several such records and the
-run's own timelines into one file for https://ui.perfetto.dev."""
+"""Profile this process with torch.profiler, and merge several profiles and the run's own timelines
+into one file for https://ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import orjson
 
 from slime.files import write_atomically
 
-#: How files of torch's profiler end, SGLang's too.
+#: Suffix of torch.profiler's files, also those of SGLang.
 TRACE_SUFFIX = ".trace.json.gz"
 
 
 class TorchProfile:
-    """One record of the calling thread and its kernels; both calls come from that thread.
+    """A profile of the calling thread and its kernels. Call `stop` in the same thread.
 
     Args:
-        path: where `stop` writes it; ends with `TRACE_SUFFIX`.
+        path: the file that `stop` writes; ends with `TRACE_SUFFIX`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,7 +36,7 @@ class TorchProfile:
         self._profile.start()
 
     def stop(self) -> Path:
-        """Write the record; return where it is."""
+        """Write the profile; return its path."""
         self._profile.stop()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._profile.export_chrome_trace(str(self._path))
@@ -44,10 +44,10 @@ class TorchProfile:
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """A trace in Chrome's format, packed or not.
+    """Read a trace in Chrome's format, with or without gzip.
 
     Raises:
-        ValueError: it is cut short, or no such trace.
+        ValueError: the file is truncated, or not JSON.
     """
     content = path.read_bytes()
     try:
@@ -60,11 +60,11 @@ def read_trace(path: Path) -> dict[str, Any]:
 
 
 def merge_traces(traces: Mapping[str, Path], target: Path) -> int:
-    """Write one trace with the events of all, on one clock; return their number.
+    """Write one trace with the events of all traces on one clock; return the number of events.
 
     Args:
-        traces: what a trace is of ("trainer rank 0") → its file. Times are microseconds since 1970,
-            or behind its "baseTimeNanoseconds".
+        traces: label ("trainer rank 0") → file of the trace. Its times are microseconds since its
+            "baseTimeNanoseconds", or since 1970 without that field.
     """
     read = {name: read_trace(path) for name, path in traces.items()}
     offsets = {name: int(trace.get("baseTimeNanoseconds", 0)) for name, trace in read.items()}
@@ -112,8 +112,8 @@ def _moved(
     shift: float,
     numbers: dict[tuple[str, Any], int],
 ) -> dict[str, Any]:
-    """An event on the common clock, with numbers of processes and arrows that no other trace has,
-    and with the name of its trace in that of the process."""
+    """Move an event to the common clock. Process ids and flow ids become unique among all traces,
+    and process names get the label of their trace."""
     moved = dict(event)
     if "pid" in event:
         moved["pid"] = numbers.setdefault((name, event["pid"]), len(numbers) + 1)

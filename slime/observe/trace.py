@@ -8,8 +8,8 @@
 
 ``sample.trace = {"version": 1, "trace_id": …, "events": […]}``; each event is ``{"type":
 "span_start" | "span_end" | "event", "name", "ts", "trace_id", "sample_id", "group_id", "attempt",
-"span_id", "parent_span_id", "attrs"}`` with ``ts`` in epoch seconds. Spans nest by context
-variable, so they nest right in asyncio tasks and in threads alike.
+"span_id", "parent_span_id", "attrs"}`` with ``ts`` in epoch seconds. The open span is in a context
+variable, so that spans nest correctly in asyncio tasks and in threads.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _enabled = True
 
 
 def set_tracing(enabled: bool) -> None:
-    """Turn recording on or off for this process (``--trace``); `span` then costs next to
+    """Turn recording on or off for this process (``--trace``). When it is off, `span` costs almost
     nothing."""
     global _enabled
     _enabled = enabled
 
 
 class Span:
-    """An open span. `set` adds attributes that appear at its end; `adopt` extends it to more
+    """An open span. `set` adds attributes to its end event; `adopt` records its end in more
     samples."""
 
     def __init__(self, samples: Sequence[Sample], name: str, parent: Span | None) -> None:
@@ -55,8 +55,8 @@ class Span:
         self._attrs.update(attrs)
 
     def adopt(self, samples: Sequence[Sample]) -> None:
-        """Record the end in these samples too: a generate function returned others than it was
-        given (fan-out)."""
+        """Record the end in these samples too, if a generate function returned other samples than
+        it was given (fan-out)."""
         known = {id(sample) for sample in self._samples}
         self._samples += [sample for sample in samples if id(sample) not in known]
 
@@ -71,8 +71,8 @@ _current: ContextVar[Span | None] = ContextVar("slime_trace_span", default=None)
 
 
 def _earlier_attempts(samples: Sequence[Sample], name: str) -> int:
-    """How often a root span of this name was recorded before: an aborted sample that is resumed has
-    attempt 1."""
+    """Count the earlier root spans of this name: an aborted sample that is resumed has attempt
+    1."""
     trace = samples[0].trace if samples and _has_trace(samples[0]) else None
     events = trace["events"] if trace is not None else []
     return sum(
@@ -82,7 +82,7 @@ def _earlier_attempts(samples: Sequence[Sample], name: str) -> int:
 
 
 def _has_trace(sample: Sample) -> bool:
-    """Whether spans were recorded; what else users' code may have put there is none."""
+    """Whether ``sample.trace`` is a trace of ours; users' code may put other objects there."""
     trace = sample.trace
     return isinstance(trace, dict) and "trace_id" in trace and isinstance(trace.get("events"), list)
 
@@ -124,7 +124,7 @@ def _as_list(samples: Sample | Sequence[Sample]) -> Sequence[Sample]:
 def span(samples: Sample | Sequence[Sample], name: str, **attrs: Any) -> Iterator[Span]:
     """Record a span around a block, in one sample or in each of several (a group).
 
-    An exception is recorded (attribute ``error``) and goes on.
+    An exception is recorded as the attribute ``error`` and raised again.
 
     Example:
         >>> with span(sample, "reward_model") as reward_span:
@@ -148,7 +148,7 @@ def span(samples: Sample | Sequence[Sample], name: str, **attrs: Any) -> Iterato
 
 
 def event(samples: Sample | Sequence[Sample], name: str, **attrs: Any) -> None:
-    """Record a point in time (an abort, a retry) below the open span."""
+    """Record a point in time (an abort, a retry) in the open span."""
     if not _enabled:
         return
     parent = _current.get()
@@ -166,12 +166,12 @@ def event(samples: Sample | Sequence[Sample], name: str, **attrs: Any) -> None:
 
 
 def engine_phases(meta_info: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Seconds a request spent in the engine as (phase, seconds), in order; empty if the engine gave
-    no timings.
+    """Return a request's time in the engine as (phase, seconds), in order; [] if the engine gave no
+    timings.
 
-    Uses ``e2e_latency`` and ``queue_time`` and, to split the rest, ``decode_throughput`` (tokens
-    per second after the first token) with ``completion_tokens``. Without the last two, prefill and
-    decode stay one phase, "decode".
+    Uses ``e2e_latency`` and ``queue_time``. ``decode_throughput`` (tokens per second after the
+    first token) and ``completion_tokens`` split the rest into prefill and decode; without them, the
+    rest is one phase, "decode".
 
     Example:
         >>> engine_phases({"e2e_latency": 2.0, "queue_time": 0.5, "decode_throughput": 10.0,
@@ -192,11 +192,10 @@ def engine_phases(meta_info: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 def record_engine_timings(sample: Sample, meta_info: Mapping[str, Any]) -> None:
-    """Add the engine's queue, prefill and decode times as spans below the open one; call right
-    after the answer.
+    """Add the engine's queue, prefill and decode times as child spans of the open span. Call this
+    right after the answer arrives.
 
-    The engine reports durations, not times of day: they are laid end to end so that decode ends
-    now.
+    The engine reports only durations: the spans follow each other, and decode ends now.
     """
     phases = engine_phases(meta_info) if _enabled else []
     parent = _current.get()

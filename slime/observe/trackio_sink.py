@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class TrackioSink:
-    """One Trackio run per run folder and stage, in a database beside the run folders; a resumed run
-    goes on under its name."""
+    """One Trackio run per run folder and stage, in a database beside the run folders. A resumed run
+    continues under the same name."""
 
     def __init__(self, config: Config, run: RunFolder) -> None:
-        # read when trackio is imported
+        # trackio reads this at import
         os.environ.setdefault("TRACKIO_DIR", str(run.path.parent.resolve() / "trackio"))
         trackio = tracker_package("trackio")
         observe = config.observe
@@ -38,8 +38,8 @@ class TrackioSink:
         self._run.log(dict(metrics), step=step)
 
     def rewind(self, next_step: int) -> None:
-        """Trackio's history cannot be cut; repeated steps show up as later points of the same
-        step."""
+        """Do nothing: Trackio cannot delete history, so repeated steps become later points of the
+        same step."""
 
     def close(self) -> None:
         self._run.finish()

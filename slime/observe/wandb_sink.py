@@ -26,7 +26,7 @@ _OFFLINE = (
 
 
 def check_key(config: Config) -> None:
-    """Before anything starts: a run that goes online has a key. In a terminal W&B asks for one.
+    """Check before the launch that an online run has an API key. In a terminal, W&B asks for it.
 
     Raises:
         UserError: wandb is not installed, or there is no key.
@@ -50,22 +50,22 @@ def check_key(config: Config) -> None:
 
 
 class WandbSink:
-    """One W&B run per run folder and stage; its id is kept there, so that resuming continues the
-    same curves."""
+    """One W&B run per run folder and stage. The folder keeps its id, so that a resumed run
+    continues the same curves."""
 
     def __init__(self, config: Config, run: RunFolder) -> None:
         wandb = tracker_package("wandb")
         observe = config.observe
-        # our own logs are in the run folder; leave stdout alone
+        # the run folder has the logs; W&B need not capture stdout
         options = wandb.Settings(console="off")
         if observe.wandb_host:
-            options.base_url = observe.wandb_host  # also where the key comes from WANDB_API_KEY
+            options.base_url = observe.wandb_host  # needed if the key comes from WANDB_API_KEY
         group = observe.wandb_group
         if group and not observe.disable_wandb_random_suffix:
             group = f"{group}-{kept(run, 'wandb-suffix', secrets.token_hex(3))}"
         settings = redacted(json_safe(vars(config.flat())))
         argv = sys.argv
-        sys.argv = redact_argv(argv)  # which W&B keeps in its metadata
+        sys.argv = redact_argv(argv)  # W&B stores it in its metadata
         try:
             if observe.wandb_key:
                 wandb.login(key=observe.wandb_key, host=observe.wandb_host)
@@ -95,7 +95,7 @@ class WandbSink:
         self._run.log({**metrics, "step": step})
 
     def rewind(self, next_step: int) -> None:
-        """W&B history cannot be cut; repeated steps show up as later points at the same
+        """Do nothing: W&B cannot delete history, so repeated steps become later points of the same
         ``step``."""
 
     def close(self) -> None:

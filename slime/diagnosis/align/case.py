@@ -1,4 +1,4 @@
-"""The difference under examination, and the records of what a cause explains of it."""
+"""The difference under examination, and records of how much of it a cause explains."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from slime.models.ignore_list import examine, matrices
 from slime.models.quantised import Quantisation
 
 Side = Literal["engine", "trainer", ""]
-#: Mean difference up to which two sides in float32 count as alike: a hundred times that of correct
-#: ones.
+#: Mean difference in nats up to which two sides in float32 count as alike: a hundred times that of
+#: correct sides.
 ALIKE = 1e-3
 #: A single token may differ by this multiple of the allowed mean.
 _OUTLIER = 50.0
-#: Allowed mean, as a multiple of what rounding to 16 bits alone changes.
+#: Allowed mean, as a multiple of the change by rounding to 16 bits.
 _TIMES_ROUNDING = 3.0
 
 
 class Untested(Exception):
-    """Raised if a cause cannot be tested here, with the reason."""
+    """Raised with the reason if a cause cannot be tested here."""
 
 
 class AskableEngine(Protocol):
     """An engine that still answers requests."""
 
     def score(self, samples: Sequence[Scored], *, together: bool) -> list[list[float]]:
-        """Return the log-probs at temperature 1 of each sample's tokens but the first, with one
-        request at a time or all at once (``together``)."""
+        """Return each sample's log-probs at temperature 1, for all tokens except the first. Sends
+        one request at a time, or all at once (``together``)."""
 
     def fingerprints(self) -> dict[str, str]:
         """Return the fingerprint of each tensor, by its Hugging Face name.
 
         Raises:
-            Untested: this engine cannot say.
+            Untested: this engine gives no fingerprints.
         """
 
     def tensor(self, name: str) -> Tensor:
-        """Return a whole parameter.
+        """Return a whole parameter, by its Hugging Face name.
 
         Raises:
-            Untested: this engine does not give them out.
+            Untested: this engine does not return whole parameters.
         """
 
 
@@ -58,14 +58,14 @@ class Discrepancy:
     """A difference between trainer and engine, with everything that is known about it.
 
     Attributes:
-        samples: with the log-probs of both sides.
-        sampling: of the run.
+        samples: samples with the log-probs of both sides.
+        sampling: the run's sampling parameters.
         reference: None if the model is not available.
         without_reference: why there is no reference.
-        engine: the engine, if it still answers.
-        tokenizer: of the model, or None.
+        engine: the engine; None if it does not answer requests any more.
+        tokenizer: the model's tokenizer, or None.
         facts: other facts of the run, for details: "quantization", "dtypes", flags, ….
-        stored: how the engine stores weights, where --hf-checkpoint has a quantization_config.
+        stored: how the engine stores weights, if --hf-checkpoint has a quantization_config.
     """
 
     samples: list[Scored]
@@ -81,13 +81,13 @@ class Discrepancy:
 
     @cached_property
     def base(self) -> list[Tensor]:
-        """Log-probs of the reference, [R] of each sample."""
+        """Log-probs of the reference, [R] per sample."""
         return self.model().of_all(self.samples)
 
     @cached_property
     def trainer(self) -> list[Tensor]:
-        """Log-probs of the trainer, [R] of each sample; those of the reference if the run did not
-        keep the trainer's."""
+        """Log-probs of the trainer, [R] per sample; those of the reference if the run did not keep
+        the trainer's."""
         return [
             self.base[i] if s.trainer is None else s.trainer for i, s in enumerate(self.samples)
         ]
@@ -102,7 +102,7 @@ class Discrepancy:
         return all(sample.trainer is not None for sample in self.samples)
 
     def flat(self, values: Sequence[Tensor]) -> Tensor:
-        """Concatenate the counted tokens of all samples."""
+        """Concatenate the values of all counted tokens: [R] per sample → [N]."""
         return torch.cat(
             [value[sample.counted] for value, sample in zip(values, self.samples, strict=True)]
         )
@@ -111,7 +111,7 @@ class Discrepancy:
         """Return the reference.
 
         Raises:
-            Untested: there is none.
+            Untested: there is no reference.
         """
         if self.reference is None:
             raise Untested(self.without_reference)
@@ -134,7 +134,7 @@ class Discrepancy:
 
     @cached_property
     def rounding(self) -> float:
-        """Mean change of log-probs if the reference rounds to 16 bits as the run does; 0 in
+        """Mean change of log-probs if the reference rounds to 16 bits like the run; 0 for a run in
         float32."""
         if self.reference is None or not self.reference.as_the_run().rounded:
             return 0.0
@@ -158,7 +158,7 @@ class Discrepancy:
 
     @cached_property
     def from_reference(self) -> dict[str, float]:
-        """Mean distance of each side from the reference."""
+        """Side → mean absolute difference from the reference."""
         if self.reference is None:
             return {}
         base = self.flat(self.base)
@@ -168,14 +168,14 @@ class Discrepancy:
     # -- tries -------------------------------------------------------------------------------------
 
     def tried(self, what: str, variant: Sequence[Tensor], **more: Any) -> Tried:
-        """Measure how much is explained if one side computes as the reference does, and the other
-        as ``variant``, [R] of each sample."""
+        """Measure how much is explained if one side computes like the reference, and the other like
+        ``variant``, [R] per sample."""
         change = self.flat(self.base) - self.flat(variant)
         return self.tried_change(what, {"engine": change, "trainer": -change}, **more)
 
     def tried_change(self, what: str, predicted: Mapping[Side, Tensor], **more: Any) -> Tried:
-        """Measure how much a prediction of trainer minus engine explains, [N], for each side that
-        may be at fault."""
+        """Measure how much of the difference each prediction explains. ``predicted`` is side at
+        fault → trainer minus engine, [N]."""
         whole = self.differences.values
         shares = {side: explained(whole, values.nan_to_num()) for side, values in predicted.items()}
         side = max(shares, key=lambda name: shares[name])
@@ -204,11 +204,11 @@ class Tried:
     Attributes:
         what: the hypothesis, about ``side``: "log-probs are at temperature 1".
         side: the side at fault; "" if the measurement does not show it.
-        share: of the mean absolute difference that it explains, 0 to 1.
-        left: mean absolute difference that is left, nats per token.
-        details: lines of other observations.
-        remedies: with this run's values.
-        predicted: side → trainer minus engine, [N], if that side is at fault; {} if nothing was
+        share: explained share of the mean absolute difference, 0 to 1.
+        left: mean absolute difference that stays unexplained, nats per token.
+        details: other observations, one per line.
+        remedies: remedies with this run's values.
+        predicted: side at fault → predicted trainer minus engine, [N]; {} if nothing was
             predicted.
     """
 
@@ -226,9 +226,9 @@ class Cause:
     """A cause of differences.
 
     Attributes:
-        trouble: with the evidence that it leaves as its symptom, and the test that tells it from
-            others.
-        measure: makes that test; each `Tried` is a form that the cause can take. Raises `Untested`.
+        trouble: its ``symptom`` is the evidence that the cause leaves; its ``test`` is the
+            measurement that tells it from other causes.
+        measure: runs the test; each `Tried` is one form of the cause. Raises `Untested`.
     """
 
     trouble: Trouble

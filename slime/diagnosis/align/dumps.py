@@ -1,6 +1,6 @@
 """Read dumps of a run as samples to compare. ``--save-debug-train-data`` holds the log-probs of
-both sides, ``--save-debug-rollout-data`` those of the engine. With both dumps of one rollout the
-token ids can be compared too."""
+both sides, ``--save-debug-rollout-data`` only those of the engine. With both dumps of a rollout,
+token ids can be compared, too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read(paths: Sequence[Path]) -> list[Scored]:
     """Read the samples of a dump, or of the two dumps of one rollout.
 
     Raises:
-        UserError: no such file, not a dump, two of one kind, or no log-probs in it.
+        UserError: a file is missing or not a dump, two are of one kind, or there are no log-probs.
     """
     trained: list[dict[str, Any]] | None = None
     generated: list[Sample] | None = None
@@ -66,15 +66,15 @@ def _train_data(path: Path) -> list[dict[str, Any]] | None:
     try:
         data = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError):
-        return None  # users' own objects, or no dump: `load_samples` reports it
+        return None  # not tensors only: `load_samples` reads it or reports it
     return list(data["samples"]) if isinstance(data, Mapping) and "dp_shards" in data else None
 
 
 def _partners(
     trained: Sequence[dict[str, Any]], generated: Sequence[Sample]
 ) -> list[Sample | None]:
-    """Find the generated sample of each trained one: the same tokens under the same index, which
-    the samples of one trajectory share; else the only one left of that index."""
+    """Find the generated sample of each trained sample: equal tokens and index, else the only
+    unmatched sample of that index. Samples of one trajectory share an index."""
     waiting: dict[int | None, list[Sample]] = {}
     for sample in generated:
         waiting.setdefault(sample.index, []).append(sample)
@@ -140,7 +140,7 @@ def _scored(
 
 
 def _add(scored: Scored, sample: Sample) -> None:
-    """Add what only the rollout's dump has."""
+    """Add fields that only the rollout's dump has."""
     scored.prompt = sample.prompt
     scored.media = media_of(sample.multimodal_inputs, sample.multimodal_train_inputs)
     if sample.rollout_routed_experts is not None:
@@ -155,8 +155,8 @@ def _add(scored: Scored, sample: Sample) -> None:
 
 
 def most_telling(samples: Sequence[Scored], most: int) -> list[Scored]:
-    """Choose samples of at most ``most`` tokens in all, those that differ most first, and keep
-    their order. A sample that is longer is cut."""
+    """Choose the samples that differ most, with at most ``most`` tokens in all, in their original
+    order. Longer samples are cut."""
 
     def apart(sample: Scored) -> float:
         if sample.trainer is None:
@@ -174,8 +174,8 @@ def most_telling(samples: Sequence[Scored], most: int) -> list[Scored]:
 
 
 def cut(sample: Scored, most: int) -> Scored:
-    """Cut a sample to its first ``most`` tokens, before an image that reaches beyond them, unless
-    nothing of the response would be left."""
+    """Cut a sample to its first ``most`` tokens, or before an image that extends beyond them. A
+    sample without counted tokens before the cut stays whole."""
     most = min([most, *(one.span.start for one in sample.media if one.span.end > most)])
     surplus = int(sample.tokens.numel()) - most
     kept = sample.response_length - surplus

@@ -1,4 +1,4 @@
-"""Engines that can be asked again: one in this process, and one behind a URL."""
+"""Engines that score samples again: one in this process, and one at a URL."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from slime.errors import UserError
 from slime.models.images import ImageReader
 from slime.rollout.generate import encoded_images
 
-#: Rows that ``/get_weights_by_name`` gives at most.
+#: Maximum rows that ``/get_weights_by_name`` returns.
 _MOST_ROWS = 10_000
 _SLOTS = 16
 _PREFILL = 2048
@@ -46,9 +46,9 @@ class EngineHere:
     Args:
         directory: a Hugging Face directory.
         dtype: "float32" or "bfloat16".
-        stands_in: it replaces an engine that cannot be asked: it computes the same, but its
-            weights say nothing about that engine's.
-        images: prepares the samples' images; None: text alone is served.
+        stands_in: it replaces the run's engine, which does not answer any more. It computes the
+            same, but its weights say nothing about that engine's weights.
+        images: prepares the samples' images; None: it serves text only.
     """
 
     def __init__(
@@ -112,24 +112,24 @@ class EngineHere:
         return self.scheduler.store.parameter(name)
 
     def parts(self, sample: Scored) -> dict[str, Tensor]:
-        """Return the outputs of all parts for all tokens but the last, of a sample that one prefill
-        takes, by the names of `slime.embedded.model.Observer`."""
+        """Return part → output [L - 1, hidden] for all tokens except the last, with the part names
+        of `slime.embedded.model.Observer`. The sample must fit into one prefill."""
         model = self.scheduler.store.model
         watcher = Watcher(keeps=True)
         model.forward = partial(model.forward, observer=watcher)  # type: ignore[method-assign]
         try:
             self.score([sample], together=False)
         finally:
-            del model.forward  # the class's own again
+            del model.forward  # uncovers the class's method
         return {name: value[: len(sample.tokens) - 1] for name, value in watcher.seen.items()}
 
 
 class EngineThere:
-    """An engine of either kind behind a URL, or one of several behind a router. Requests carry the
-    key in the environment's SLIME_ENGINE_KEY.
+    """An engine of any kind at a URL, or one of several behind a router. Requests carry the key
+    from the environment variable SLIME_ENGINE_KEY.
 
     Raises:
-        UserError: nobody answers there.
+        UserError: no engine answers there.
     """
 
     def __init__(self, url: str) -> None:
@@ -179,10 +179,10 @@ class EngineThere:
         return found
 
     def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
-        """Return the decoded answer, which may be a list.
+        """Send a request; return the decoded JSON answer, which may be a list.
 
         Raises:
-            Untested: it does not answer, or refuses.
+            Untested: the engine does not answer, or refuses.
         """
         data = None if body is None else orjson.dumps(body)
         headers = {"Content-Type": "application/json", **header_of(key_of(self.url))}
@@ -199,7 +199,7 @@ class EngineThere:
 
 
 def _one_placeholder_each(sample: Scored) -> list[int]:
-    """Return a sample's tokens with a single placeholder for each image, as engines take them."""
+    """Return a sample's tokens with one placeholder per image, as engines expect them."""
     ids = sample.tokens.tolist()
     found: list[int] = []
     end = 0

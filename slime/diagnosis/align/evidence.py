@@ -1,4 +1,4 @@
-"""The samples under comparison: the log-probs that trainer and engine gave the same tokens."""
+"""The samples under comparison, with the log-probs of trainer and engine for the same tokens."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from slime.samples.media import Media
 
 @dataclass
 class Scored:
-    """One sample with the log-probs of each side for its response. L tokens in all, R in the
-    response.
+    """One sample of L tokens, with the log-probs of each side for the R tokens of its response.
 
     Attributes:
-        name: for people: "sample 3".
+        name: display name: "sample 3".
         tokens: int64 [L].
         engine: float64 [R], as the engine reported them when it sampled.
         trainer: float64 [R]; None if they were not kept.
-        counted: bool [R]: tokens that the engine sampled, with finite numbers on both sides.
-        prompt: as the data had it, rendered; None where the dump has none.
-        experts: int64 [rows, layers, k] that the engine chose, from the first token on; None: not
+        counted: bool [R]: tokens that the engine sampled, with finite log-probs on both sides.
+        prompt: the rendered prompt; None if the dump has none.
+        experts: int64 [rows, layers, k], the engine's choices from the first token on; None if not
             recorded.
-        versions: of the weights that sampled each token, [R]; None: not known.
-        sent: int64 [L], the tokens that the engine had, where they are not ``tokens``; None: the
-            same.
-        media: its images.
+        versions: version of the weights that sampled each token, [R]; None if unknown.
+        sent: int64, the engine's tokens if they differ from ``tokens``, perhaps of another length;
+            else None.
+        media: images of the sample.
     """
 
     name: str
@@ -54,8 +53,8 @@ class Scored:
 
     @cached_property
     def turns(self) -> Tensor:
-        """int64 [R]: the number of the sampled turn that each token is in, from 0; -1 if no engine
-        sampled it."""
+        """int64 [R]: index of each token's sampled turn, from 0; -1 for tokens that no engine
+        sampled."""
         begins = self.counted.clone()
         begins[1:] &= ~self.counted[:-1]
         return torch.where(self.counted, begins.cumsum(0) - 1, torch.tensor(-1))
@@ -63,16 +62,16 @@ class Scored:
 
 @dataclass(frozen=True)
 class Differences:
-    """Trainer minus engine for all counted tokens, in nats, with the place of each token.
+    """Trainer minus engine for all N counted tokens, in nats, with the place of each token.
 
     Attributes:
-        values: float64 [N].
-        position: int64 [N], from the sample's first token on.
-        depth: int64 [N], from the first token of the response on.
-        since: int64 [N], from the first token of the turn on.
-        sample, turn: int64 [N].
-        version: int64 [N], of the weights that sampled the token; -1 where it is not known.
-        tokens: int64 [N].
+        values: float64 [N], the differences.
+        position: int64 [N], counted from the sample's first token.
+        depth: int64 [N], counted from the first token of the response.
+        since: int64 [N], counted from the first token of the turn.
+        sample, turn: int64 [N], indices.
+        version: int64 [N], version of the weights that sampled the token; -1 if unknown.
+        tokens: int64 [N], token ids.
     """
 
     values: Tensor
@@ -87,7 +86,7 @@ class Differences:
 
     @staticmethod
     def of(samples: Sequence[Scored], trainer: Sequence[Tensor]) -> Differences:
-        """Compare the engine's log-probs in ``samples`` with the trainer's, [R] of each sample."""
+        """Compare the engine's log-probs in ``samples`` with the trainer's, [R] per sample."""
         columns: dict[str, list[Tensor]] = {
             key: []
             for key in (
@@ -134,8 +133,8 @@ class Differences:
         return float(self.values.abs().max()) if self.values.numel() else 0.0
 
     def growth(self) -> float | None:
-        """Return how many times larger the differences of the last quarter of positions are than
-        those of the first; None if there are too few tokens."""
+        """Return the mean absolute difference in the last quarter of positions divided by that in
+        the first; None for too few tokens, or if the first is 0."""
         if self.values.numel() < _FEWEST_TO_TELL:
             return None
         order = self.values.abs()[self.position.argsort(stable=True)]
@@ -144,8 +143,8 @@ class Differences:
         return float(order[-quarter:].mean()) / first if first > 0 else None
 
     def where(self) -> dict[str, float]:
-        """Return the mean absolute difference of first tokens of a turn and of others; also by turn
-        and by version of the weights if there are several."""
+        """Return label → mean absolute difference: for the first tokens of turns, for other tokens,
+        and per turn and per version of the weights if there are several."""
         at_start = self.since == 0
         by = {}
         for name, chosen in {"first of a turn": at_start, "other": ~at_start}.items():
@@ -163,7 +162,7 @@ class Differences:
         return by
 
     def worst(self, count: int = 5) -> list[dict[str, Any]]:
-        """Return the tokens that differ most: sample, position in the sample, token id,
+        """Return the ``count`` tokens that differ most, with sample, position, token id and
         difference."""
         chosen = self.values.abs().topk(min(count, self.values.numel())).indices.tolist()
         return [
@@ -187,8 +186,8 @@ def size(differences: Tensor) -> float:
 
 
 def explained(differences: Tensor, predicted: Tensor) -> float:
-    """Return the share of ``differences`` that is gone when ``predicted`` is subtracted: 1 is all,
-    0 nothing or worse.
+    """Return the share of ``differences`` that subtracting ``predicted`` removes: 1 is all, 0 is
+    none or an increase.
 
     Example:
         >>> explained(torch.tensor([1.0, -1.0]), torch.tensor([1.0, -0.5]))

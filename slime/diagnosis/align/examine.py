@@ -1,5 +1,4 @@
-"""Measure all causes one after the other, and rank them by the share of the difference that each
-explains."""
+"""Measure all causes, and rank them by the share of the difference that each explains."""
 
 from __future__ import annotations
 
@@ -15,21 +14,21 @@ from slime.diagnosis.align.evidence import explained, size
 from slime.diagnosis.align.layers import PartByPart
 from slime.diagnosis.troubles import TROUBLES, Finding
 
-#: A cause that explains a smaller share is not reported.
+#: Minimum share that a reported cause explains.
 _REPORTED = 0.1
-#: Causes whose shares differ by less rank in the order of `CAUSES`.
+#: Causes with shares that differ by less than this rank in the order of `CAUSES`.
 _EQUAL = 0.02
-#: Share that rounding never explains token by token, however small the difference.
+#: A cause that predicts this share token by token is no rounding, however small the difference.
 _SYSTEMATIC = 0.5
-#: If the best cause explains less, causes are combined.
+#: Causes are combined if the best one explains a smaller share.
 _NEARLY_ALL = 0.9
-#: Forms of a cause that are kept, the best first.
+#: Number of forms of a cause that are kept, best first.
 _FORMS = 2
-#: At most so many causes are combined, and each must add this much to the share.
+#: Maximum number of combined causes, and the minimum that each adds to the share.
 _MOST_TOGETHER = 3
 _ADDS = 0.1
 
-#: Causes that explain equally much rank in this order: the more special before the more general.
+#: All causes, specific ones before general ones; causes with equal shares rank in this order.
 CAUSES: tuple[Cause, ...] = tuple(
     Cause(TROUBLES[name], measure)
     for name, measure in {
@@ -51,10 +50,10 @@ CAUSES: tuple[Cause, ...] = tuple(
 
 @dataclass(frozen=True)
 class Together:
-    """Causes that explain more with each other than the best alone.
+    """Several causes that together explain more than the best single cause.
 
     Attributes:
-        share: of the difference that they explain together.
+        share: share of the difference that they explain together.
     """
 
     parts: tuple[tuple[Cause, Tried, Side], ...]
@@ -76,12 +75,12 @@ class Together:
 
 
 def together(differences: Tensor, tries: Sequence[tuple[Cause, Tried]]) -> Together | None:
-    """Add up causes, each time the one that explains most of what is left; None if one alone does
-    as well.
+    """Combine causes greedily: add the cause that explains most of the remaining difference. None
+    if a single cause explains as much.
 
     Args:
         differences: trainer minus engine, [N].
-        tries: of all causes, in all their forms.
+        tries: all forms of all causes.
     """
     chosen: list[tuple[Cause, Tried, Side]] = []
     left = differences
@@ -108,7 +107,7 @@ def together(differences: Tensor, tries: Sequence[tuple[Cause, Tried]]) -> Toget
 
 @dataclass(frozen=True)
 class Ranked:
-    """A cause with the forms of it that explain most, the best first."""
+    """A cause with its forms that explain most, best first."""
 
     cause: Cause
     tries: tuple[Tried, ...]
@@ -128,11 +127,11 @@ class Result:
 
     Attributes:
         ranked: all causes that were tested, best first.
-        together: several causes that explain more than the best alone; None if there are none.
         untested: cause → why it was not tested.
+        together: several causes that explain more than the best single one; None if there are none.
         parts: hidden states compared part by part; None if that was not possible.
-        without_parts: why there are no parts.
-        notes: what else is worth knowing.
+        without_parts: why ``parts`` is None.
+        notes: other remarks for the report.
     """
 
     case: Discrepancy
@@ -149,7 +148,7 @@ class Result:
 
     @property
     def is_systematic(self) -> bool:
-        """Whether a cause predicts the differences although they are no larger than rounding."""
+        """Whether a cause predicts the differences token by token, even if rounding is as large."""
         is_seen = self.case.differences.mean > ALIKE
         return is_seen and any(
             one.best.side and one.best.share >= _SYSTEMATIC for one in self.ranked
@@ -168,11 +167,11 @@ class Result:
 
 
 def examine(case: Discrepancy, causes: Iterable[Cause] = CAUSES, *, always: bool = False) -> Result:
-    """Measure every cause that can be measured.
+    """Measure and rank the causes that can be tested. Differences as small as rounding are
+    examined too: a cause that predicts them shows that they are systematic.
 
     Args:
-        always: also where the sides do not differ at all; where they differ by no more than
-            rounding, a cause that predicts the differences tells that they are none.
+        always: measure the causes even if the sides are alike.
     """
     result = Result(case, [], {})
     everything = list[tuple[Cause, Tried]]()
@@ -268,7 +267,7 @@ def _cause_json(ranked: Ranked, result: Result) -> dict[str, Any]:
 
 
 def text(result: Result) -> str:
-    """Describe the difference, the ranked causes, and what was not tested, for people."""
+    """Format the difference, the ranked causes and the untested causes for the terminal."""
     case = result.case
     differences = case.differences
     count = f"{differences.values.numel()} tokens of {len(case.samples)} samples"

@@ -1,5 +1,5 @@
-"""Causes that the engine itself is asked about: the weights that it holds, and whether other
-requests in its batch change its answers."""
+"""Causes that need answers of the engine: the weights that it holds, and whether other requests in
+its batch change its log-probs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from slime.engines.wire.buckets import fingerprint
 _NAMED = 5
 #: Dtypes in which an engine may hold its weights.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Weight of the evidence that the engine agrees with the trainer when it is asked again, which has
-#: many causes.
+#: Factor for the share of a difference between two answers of the engine, which has many possible
+#: causes.
 _UNSPECIFIC = 0.9
 
 
 def weights(case: Discrepancy) -> Iterator[Tried]:
-    """The engine holds other weights than the trainer."""
+    """Test whether the engine holds other weights than the trainer."""
     model = case.model()
     tried = False
     for label, directory in (case.facts.get("other_weights") or {}).items():
@@ -73,7 +73,7 @@ def weights(case: Discrepancy) -> Iterator[Tried]:
 
 
 def _given_out(engine: AskableEngine, names: Sequence[str]) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the engine's tensors, and for those that it does not give out, the reason."""
+    """Return the engine's tensors, and the reasons for tensors that it does not return."""
     theirs = {}
     kept_back = []
     for name in names:
@@ -85,8 +85,8 @@ def _given_out(engine: AskableEngine, names: Sequence[str]) -> tuple[dict[str, T
 
 
 def _differing(case: Discrepancy, held: Mapping[str, str]) -> tuple[list[str], int]:
-    """Name the engine's tensors that are the reference's in no dtype, and count those compared.
-    Quantised tensors are compared as a push would bring them."""
+    """Return the names of engine tensors that differ from the reference in every dtype, and the
+    number of compared tensors. Quantised tensors are compared in the form that a push sends."""
     model = case.model()
     found = []
     compared = 0
@@ -104,14 +104,14 @@ def _differing(case: Discrepancy, held: Mapping[str, str]) -> tuple[list[str], i
 
 
 def _weights_of(case: Discrepancy, names: Sequence[str]) -> list[str]:
-    """Name the weights that the tensors are, or are quantised parts of."""
+    """Return the weights of tensors, which may be quantised parts of a weight."""
     modules = case.stored_parts.items() if case.stored is not None else ()
     weight_of = {name: f"{module}.weight" for module, parts in modules for name in parts}
     return list(dict.fromkeys(weight_of.get(name, name) for name in names))
 
 
 def _how(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Describe the tensors that differ most: by how much, and whether they are another tensor."""
+    """Describe the tensors that differ most: by how much, or which other tensor they equal."""
     lines = []
     apart = {}
     for name, value in theirs.items():
@@ -133,7 +133,7 @@ def _how(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[str,
 
 
 def batch(case: Discrepancy) -> Iterator[Tried]:
-    """The engine's log-probs depend on the other requests in its batch."""
+    """Test whether the engine's log-probs depend on other requests in its batch."""
     if case.engine is None:
         raise Untested("there is no engine to ask: --engine URL, or a fresh round")
     alone, together = (
@@ -148,7 +148,7 @@ def batch(case: Discrepancy) -> Iterator[Tried]:
     )
     yield case.tried_change(what, {"engine": change}, remedies=remedies)
     if case.sampling.temperature != 1.0:
-        return  # engines score given tokens at temperature 1, which is not what was sampled with
+        return  # engines score given tokens at temperature 1, not at the run's temperature
     again = case.flat(alone) - torch.cat([sample.engine[sample.counted] for sample in case.samples])
     share = explained(case.differences.values, again)
     what = (

@@ -14,9 +14,9 @@ from slime.diagnosis.align.evidence import size
 from slime.diagnosis.align.reference import PARTS, ReferenceSettings, Watcher
 from slime.engines.wire.quantised import dequantise
 
-#: Bases of rotary embeddings in use.
+#: Common bases of rotary embeddings.
 _BASES = (1e4, 5e5, 1e6)
-#: Share for what explains a difference by its size alone.
+#: Maximum share of a hypothesis that only predicts the size of the difference.
 _BY_SIZE = 0.5
 
 
@@ -24,7 +24,7 @@ _BY_SIZE = 0.5
 
 
 def position(case: Discrepancy) -> Iterator[Tried]:
-    """One side uses other positions or rotary frequencies."""
+    """Test whether one side uses other positions or rotary frequencies."""
     spec = case.model().arch.spec
     growth = case.differences.growth()
     seen = (
@@ -79,7 +79,7 @@ def _moved(prompt: int, length: int, by: int) -> Tensor:
 
 
 def quantisation(case: Discrepancy) -> Iterator[Tried]:
-    """One side has its weights, or its cache, in fewer bits."""
+    """Test whether one side has its weights or its cache in fewer bits."""
     model = case.model()
     given = case.facts.get("quantization")
     remedies = (
@@ -88,7 +88,7 @@ def quantisation(case: Discrepancy) -> Iterator[Tried]:
         "need no correction"
     )
     stored = case.stored
-    if stored is not None:  # exactly what a push makes of them
+    if stored is not None:  # quantised exactly as in a push
         parts = case.stored_parts
         scheme = stored.scheme
         changed = {
@@ -120,8 +120,8 @@ def _as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def integers(weight: Tensor, bits: int, group: int | None) -> Tensor:
-    """Round a matrix to whole numbers of ``bits`` bits times a scale for each ``group`` columns of
-    a row (None: the row).
+    """Round a matrix to integers of ``bits`` bits times a scale per ``group`` columns of a row
+    (None: per row).
 
     Example:
         >>> integers(torch.tensor([[7.0, 3.4]]), 4, None).tolist()
@@ -136,8 +136,8 @@ def integers(weight: Tensor, bits: int, group: int | None) -> Tensor:
 
 
 def _float8(weight: Tensor, block: int | None) -> Tensor:
-    """Round to e4m3 with one scale for the tensor, or for each block of ``block`` rows and
-    columns."""
+    """Round to e4m3 with one scale per tensor (None), or per block of ``block`` × ``block``
+    entries."""
     largest = torch.finfo(torch.float8_e4m3fn).max
     if block is None:
         scale = weight.abs().amax().clamp(min=1e-12) / largest
@@ -165,7 +165,7 @@ _SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def routing(case: Discrepancy) -> Iterator[Tried]:
-    """The engine's tokens went to other experts."""
+    """Test whether the engine routed tokens to other experts."""
     model = case.model()
     if model.arch.experts is None:
         raise Untested("the model has no experts")
@@ -217,7 +217,7 @@ def _replaying(setting: ReferenceSettings) -> ReferenceSettings:
 
 
 def precision(case: Discrepancy) -> Iterator[Tried]:
-    """One operator, or all of them, computes in fewer bits."""
+    """Test whether one operator, or all of them, computes in fewer bits on one side."""
     model = case.model()
     low = str(model.low_dtype).removeprefix("torch.")
     for part, words in PARTS.items():

@@ -8,21 +8,21 @@ from typing import Any
 
 from torch import Tensor
 
-#: Relative difference of a part's output up to which it is the same: in float32, and in 16 bits.
+#: Outputs count as alike up to this relative difference, or this multiple of that by rounding.
 _ALIKE = 1e-3
 _TIMES_ROUNDING = 5.0
-#: Parts that people call otherwise.
+#: Part → its name in the report, if that differs.
 _WORDS = {"norm": "last norm", "images": "features of images"}
 
 
 @dataclass(frozen=True)
 class PartByPart:
-    """Relative differences of the parts' outputs, in the order in which they are computed.
+    """Relative differences of the outputs of parts, in the order of computation.
 
     Attributes:
-        apart: part → norm of the difference as a share of the norm.
-        trainer, engine: part → the same between this side and the reference.
-        rounding: part → what the run's rounding makes of it.
+        apart: part → norm of trainer minus engine, divided by the norm of the engine's output.
+        trainer, engine: part → the same for this side and the reference.
+        rounding: part → the same for the reference with and without the run's rounding.
     """
 
     apart: dict[str, float]
@@ -42,7 +42,7 @@ class PartByPart:
 
     @property
     def side(self) -> str:
-        """The side that is farther from the reference at the first part that differs."""
+        """The side that is farther from the reference at the first part that differs, or ""."""
         part = self.first
         if part is None or part not in self.trainer:
             return ""
@@ -87,8 +87,8 @@ def compare(
     reference: Mapping[str, Tensor],
     rounded: Mapping[str, Tensor] | None = None,
 ) -> PartByPart:
-    """Compare the outputs of parts, [tokens, hidden] each, as `slime.embedded.model.Observer` sees
-    them."""
+    """Compare the outputs of parts, part → [tokens, hidden], with the part names of
+    `slime.embedded.model.Observer`."""
     parts = [part for part in reference if part in trainer and part in engine]
     return PartByPart(
         {part: _apart(trainer[part], engine[part]) for part in parts},
@@ -103,7 +103,7 @@ def _apart(one: Tensor, other: Tensor) -> float:
 
 
 def named(part: str) -> str:
-    """Return a part's name for people.
+    """Return a part's name in words.
 
     Example:
         >>> named("3.mlp"), named("embedding"), named("2")

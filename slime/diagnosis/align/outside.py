@@ -1,4 +1,4 @@
-"""Causes outside the model: which tokens were scored, after which context, and how logits became
+"""Causes outside the model: other tokens, another context, or another way from logits to
 log-probs."""
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from slime.errors import UserError
 from slime.prompts.chat_template import render_messages, render_prompt
 
 _SHIFTS = (1, -1, 2, -2)
-#: Range and number of temperatures that are tried besides the plausible ones.
+#: Range and number of temperatures that are tried in addition to the plausible ones.
 _LOWEST = 0.1
 _HIGHEST = 4.0
 _SEARCHES = 24
-#: Share that another temperature must explain beyond the best plausible one.
+#: Minimum gain in share of another temperature over the best plausible one.
 _BETTER = 0.05
 
 
@@ -29,7 +29,7 @@ _BETTER = 0.05
 
 
 def other_tokens(case: Discrepancy) -> Iterator[Tried]:
-    """The two sides scored different token ids."""
+    """Test whether the two sides scored different token ids."""
     if any(sample.sent is not None for sample in case.samples):
         yield _two_dumps(case)
     if case.tokenizer is None:
@@ -71,7 +71,7 @@ def _retokenised(case: Discrepancy, sample: Scored) -> list[int]:
 
 
 def shift(case: Discrepancy) -> Iterator[Tried]:
-    """One side's log-probs belong to neighbouring tokens."""
+    """Test whether one side's log-probs belong to neighbouring tokens."""
     whole = case.differences.values
     at_fault: Side = ""
     if case.from_reference:
@@ -82,7 +82,7 @@ def shift(case: Discrepancy) -> Iterator[Tried]:
         )
     for by in _SHIFTS:
         shifted = [_shifted(sample.engine, by) for sample in case.samples]
-        # the hypothesis: the trainer's log-probs are the engine's of another token
+        # hypothesis: the trainer's log-prob of a token is the engine's of a neighbour
         predicted = torch.cat(
             [(s - e.engine)[e.counted] for s, e in zip(shifted, case.samples, strict=True)]
         )
@@ -101,7 +101,7 @@ def shift(case: Discrepancy) -> Iterator[Tried]:
 
 
 def _shifted(values: Tensor, by: int) -> Tensor:
-    """Return ``values[t + by]`` for each t; NaN if that is outside."""
+    """Return ``values[t + by]`` for each t; NaN outside of the range."""
     moved = torch.full_like(values, float("nan"))
     if abs(by) < len(values):
         inside = values[max(0, by) : len(values) + min(0, by)]
@@ -113,8 +113,8 @@ def _shifted(values: Tensor, by: int) -> Tensor:
 
 
 def template(case: Discrepancy) -> Iterator[Tried]:
-    """The response was scored after another prompt: chat template, its generation prompt, or the
-    BOS token."""
+    """Test whether one side scored the response after another prompt: chat template, generation
+    prompt or BOS token differ."""
     tokenizer = case.tokenizer
     if tokenizer is None:
         raise Untested("the model's tokenizer is not available")
@@ -228,7 +228,7 @@ def _without_generation_prompt(case: Discrepancy, sample: Scored) -> list[int] |
 
 
 def temperature(case: Discrepancy) -> Iterator[Tried]:
-    """One side divides logits by another temperature."""
+    """Test whether one side divides logits by another temperature."""
     model = case.model()
     now = case.sampling.temperature
     reasons = {1.0: "(none)", now**2: "(divided twice)", 1 / now: "(multiplied instead of divided)"}
@@ -254,7 +254,7 @@ def _temperature_words(value: float, now: float) -> str:
 
 
 def _narrowed(case: Discrepancy, near: float, ratio: float) -> Tried:
-    """Find the best temperature around ``near``, to about 0.3 %."""
+    """Refine the best temperature around ``near`` in three rounds."""
     now = case.sampling.temperature
     best = None
     for _ in range(3):
@@ -269,8 +269,8 @@ def _narrowed(case: Discrepancy, near: float, ratio: float) -> Tried:
 
 
 def filters(case: Discrepancy) -> Iterator[Tried]:
-    """One side's log-probs are renormalised over top-p, top-k or min-p, or include a repetition
-    penalty."""
+    """Test whether one side's log-probs are renormalised over top-p, top-k or min-p, or include a
+    repetition penalty."""
     now = case.sampling
     asked: dict[str, Sampling] = {}
     flags = {"top_p": (now.top_p, 1.0), "top_k": (now.top_k, -1), "min_p": (now.min_p, 0.0)}

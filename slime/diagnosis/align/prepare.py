@@ -32,10 +32,10 @@ from slime.paths import fill
 from slime.prompts.tokenizer import generation_config_of, load_tokenizer
 from slime.trainer.megatron.model import parameter_dtype
 
-#: Tokens that are examined by default; each is computed some seventy times.
+#: Tokens that are examined by default; each takes about seventy forward passes.
 _ON_GPU = 4096
 _ON_CPU = 1024
-#: Tokens of a sample whose hidden states are compared.
+#: Maximum tokens of the sample that is used to compare hidden states.
 _TOKENS_OF_PARTS = 512
 _NO_HIDDEN_STATES = (
     "SGLang gives no hidden states of single layers; the embedded engine, which computes the same "
@@ -44,7 +44,7 @@ _NO_HIDDEN_STATES = (
 
 
 class RoundFailed(Exception):
-    """Raised if the fresh round ends with an error, with its last lines."""
+    """Raised with the last lines of the log if the fresh round ends with an error."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +52,11 @@ class Options:
     """Options of an examination.
 
     Attributes:
-        model: the Hugging Face directory with the weights that scored the samples; None: there is
-            none.
-        also: one with other weights that the engine may have had.
-        most_tokens: how many tokens of the samples are examined; None: as many as take minutes.
-        is_fresh: the samples are of a `fresh_round`, which has compared the weights after its push.
-        always: measure the causes also where the sides are alike.
+        model: Hugging Face directory with the weights that scored the samples; None if unavailable.
+        also: directory with other weights that the engine may have had.
+        most_tokens: maximum number of tokens to examine; None: a number that takes minutes.
+        is_fresh: the samples are from `fresh_round`, which has compared the weights after its push.
+        always: measure the causes even if the sides are alike.
         with_parts: compare hidden states, too.
     """
 
@@ -70,7 +69,7 @@ class Options:
 
 
 def fresh_round(config: Config, folder: Path) -> list[Scored]:
-    """Generate, train and push once with the run's own flags, and read the log-probs of both sides.
+    """Generate, train and push once with the run's own flags; return samples with log-probs.
 
     Raises:
         LeftOut: the run does not generate and train.
@@ -83,9 +82,9 @@ def fresh_round(config: Config, folder: Path) -> list[Scored]:
         "save_debug_rollout_data": patterns["rollout"],
         "save_debug_train_data": patterns["train"],
     }
-    more["check_canary"] = False  # it would end the round that is to be examined
+    more["check_canary"] = False  # a failed canary would end the round
     if config.algorithm.use_rollout_logprobs:
-        more["get_mismatch_metrics"] = True  # without it the trainer's are not computed
+        more["get_mismatch_metrics"] = True  # else the trainer computes no log-probs
     status, output = launch(config, folder, more)
     if status != 0:
         raise RoundFailed(how_it_failed(status, output, folder))
@@ -98,7 +97,7 @@ def examined(
     """Examine samples of a run with these flags.
 
     Args:
-        engine: that generated them, where it can still be asked.
+        engine: the engine that generated them; None if it does not answer any more.
     """
     most = options.most_tokens or (_ON_GPU if torch.cuda.is_available() else _ON_CPU)
     chosen = dumps.most_telling(samples, most)
@@ -159,7 +158,7 @@ def case_of(
         case.without_reference = f"{options.model} in float32 does not fit on this GPU"
         return case
     except UserError as error:
-        # a model that the embedded engine does not compute: what needs none is measured
+        # the embedded engine lacks this model; measure the causes that need no reference
         case.without_reference = str(error)
         return case
     try:
@@ -174,17 +173,17 @@ def case_of(
 
 
 def _stored(config: Config) -> Quantisation | None:
-    """Read how engines store weights from --hf-checkpoint; its config.json may be gone by now."""
+    """Read from --hf-checkpoint how engines store weights; None if its config.json is missing."""
     given = config.checkpoint.hf_checkpoint
     path = Path(given) / "config.json" if given else None
     return Quantisation.read(read_hf_config(path)) if path is not None and path.is_file() else None
 
 
 def _images(config: Config, samples: Sequence[Scored], model: Path | None) -> ImageReader | None:
-    """Make what prepares images; None for a run that reads text alone.
+    """Create the reader that prepares images; None for a run that reads only text.
 
     Raises:
-        UserError: an image of a sample is gone.
+        UserError: the file of an image does not exist any more.
     """
     directory = config.checkpoint.hf_checkpoint or model
     if not config.images.multimodal_keys or directory is None:
@@ -239,9 +238,9 @@ def _facts(config: Config, model: Path | None) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _by_transformers(case: Discrepancy) -> float:
-    """Measure how far the reference is from transformers on one sample: mean over its response,
-    nats per token. Reference and embedded engine share their code, so a mistake in it
-    would look like one of the trainer's.
+    """Return the mean absolute difference between reference and transformers over the response of
+    one sample, in nats per token. Reference and embedded engine share code, so a mistake in it
+    would look like a mistake of the trainer.
 
     Raises:
         OSError, ValueError, KeyError, ImportError: transformers cannot read the model.
@@ -268,12 +267,12 @@ def _by_transformers(case: Discrepancy) -> float:
 
 
 def _shown(case: Discrepancy) -> int:
-    """Choose the sample that parts and transformers are compared on: one with images, if any."""
+    """Choose the sample for comparing parts and transformers: one with images, if any."""
     return next((i for i, sample in enumerate(case.samples) if sample.media), 0)
 
 
 def _pictures(sample: Scored, reader: ImageReader | None) -> dict[str, Tensor]:
-    """Return transformers' arguments about the images of a sample."""
+    """Return the arguments that transformers takes for the images of a sample."""
     if reader is None or not sample.media:
         return {}
     images = [reader.read(Path(one.reference).read_bytes()) for one in sample.media]
@@ -288,7 +287,7 @@ def _pictures(sample: Scored, reader: ImageReader | None) -> dict[str, Tensor]:
 
 
 def _ask_transformers(case: Discrepancy, result: Result) -> None:
-    """Note whether transformers agrees with the reference."""
+    """Add a note on whether transformers agrees with the reference."""
     try:
         apart = _by_transformers(case)
     except (OSError, ValueError, KeyError, ImportError, torch.OutOfMemoryError) as error:
@@ -352,7 +351,7 @@ def _compare_parts(config: Config, case: Discrepancy, result: Result) -> None:
 
 
 def _images_apart(parts: dict[str, Tensor], sample: Scored) -> dict[str, Tensor]:
-    """Tell the features of images from the embeddings that they stand among."""
+    """Split image features from the token embeddings around them."""
     if not sample.media:
         return parts
     embedded = parts["embedding"]

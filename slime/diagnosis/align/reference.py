@@ -1,9 +1,8 @@
-"""The reference: the model in this process in float32, each part of which can be computed
-differently.
+"""The reference: the model in float32 in this process, with parts that can be computed differently.
 
-Computation in 16 bits is imitated: products, norms and sums are computed in float32 and their
-results rounded, as the kernels do. So each part can be rounded alone, which no dtype of a whole
-model would allow.
+Computation in 16 bits is emulated: products, norms and sums are computed in float32 and their
+results rounded, like in the kernels. So each part can be rounded separately, which a dtype for the
+whole model would not allow.
 """
 
 from __future__ import annotations
@@ -51,24 +50,23 @@ PARTS: dict[Part, str] = {
     "router": "the scores of routers",
     "output layer": "the logits of the output layer",
 }
-#: The parts that a run in 16 bits rounds.
+#: Parts that a run in 16 bits rounds.
 IN_16_BITS: frozenset[Part] = frozenset(
     part for part in PARTS if part not in ("attention scores", "router")
 )
-#: Logits, and queries of attention, that exist at a time.
+#: Rows of logits, and queries of attention, that are computed at a time.
 _ROWS = 256
 _QUERIES = 512
-#: End of the names of routers' weights.
+#: Suffix of the names of router weights.
 _ROUTER = ".mlp.gate.weight"
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How log-probs follow from logits: the temperature, and the filters applied before a token is
-    drawn.
+    """How log-probs are computed from logits: the temperature, and the filters of sampling.
 
     Attributes:
-        renormalised: log-probs are those of what the filters leave; else of all tokens.
+        renormalised: log-probs are over the tokens that the filters keep; else over all tokens.
     """
 
     temperature: float = 1.0
@@ -79,8 +77,8 @@ class Sampling:
     renormalised: bool = False
 
     def log_probs(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """float32 [rows, vocab], int64 [rows] → [rows]. A target that the filters drop keeps its
-        own log-prob."""
+        """float32 [rows, vocab], int64 [rows] → [rows]. A target that the filters drop gets its
+        log-prob over all tokens."""
         log_probs = torch.log_softmax(logits / self.temperature, dim=-1)
         chosen = log_probs.gather(1, targets[:, None])[:, 0]
         if not self.renormalised:
@@ -100,12 +98,12 @@ class ReferenceSettings:
     """How the reference computes.
 
     Attributes:
-        rounded: the parts whose results are rounded to ``dtype``.
+        rounded: parts with results that are rounded to ``dtype``.
         positions: (prompt length, length) → int64 [length]; None: 0, 1, 2, …
-        rotary: fields of the `ModelSpec` to take in place of the model's own.
-        experts: replays what the samples' engines chose.
-        cache_dtype: keys and values are rounded to it.
-        sight: how images are looked at.
+        rotary: fields of `ModelSpec` that replace the model's own.
+        experts: replay the experts that the engine chose for the samples.
+        cache_dtype: dtype to which keys and values are rounded; None: not rounded.
+        sight: how image features and positions are computed.
     """
 
     rounded: frozenset[Part] = frozenset()
@@ -119,13 +117,13 @@ class ReferenceSettings:
 
 
 class Reference:
-    """Log-probs of samples by the model of a Hugging Face directory.
+    """Computes log-probs of samples with the model of a Hugging Face directory.
 
     Args:
-        dtype: of the run, to which the weights are rounded. What is computed with them is not: each
-            kernel rounds a little otherwise, so exact numbers are nearest to all of them.
-        replays: the run's trainer takes the experts that the engine chose, and so does this model.
-        images: prepares the samples' images; None: the run reads text alone.
+        dtype: the run's dtype, to which weights are rounded. Activations are not rounded: kernels
+            round in different ways, and exact numbers are closest to all of them.
+        replays: the run's trainer replays the engine's choice of experts, and so does this model.
+        images: prepares the samples' images; None: the run reads only text.
     """
 
     def __init__(
@@ -152,7 +150,7 @@ class Reference:
             False,
         )
         for linear in self.store.linears:
-            linear.packs = False  # products go through F.linear, where they can be rounded
+            linear.packs = False  # products then use F.linear, where `_Rounding` sees them
         self.setting = ReferenceSettings(sampling=sampling, experts=replays)
         if dtype != torch.float32:
             self.write(
@@ -161,11 +159,11 @@ class Reference:
 
     @property
     def low_dtype(self) -> torch.dtype:
-        """The dtype that "rounded" means: the run's, if that has 16 bits."""
+        """The dtype for rounding: the run's if it has 16 bits, else bfloat16."""
         return torch.bfloat16 if self.dtype == torch.float32 else self.dtype
 
     def as_the_run(self) -> ReferenceSettings:
-        """Return settings with the roundings of a run in 16 bits."""
+        """Return settings with the run's rounding; a run in float32 rounds nothing."""
         rounded = frozenset() if self.dtype == torch.float32 else IN_16_BITS
         return replace(self.setting, rounded=rounded, dtype=self.low_dtype)
 
@@ -176,7 +174,7 @@ class Reference:
 
     @contextmanager
     def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Replace weights of the reference within the block."""
+        """Replace weights of the reference, by name, within the block."""
         before = {name: self.store.named[name].clone() for name in tensors}
         self.write(tensors)
         try:
@@ -185,8 +183,8 @@ class Reference:
             self.write(before)
 
     def matrices(self) -> dict[str, Tensor]:
-        """Return the matrices that quantisation is applied to: those of layers except routers, by
-        name."""
+        """Return name → matrix for the weights that quantisation applies to: matrices of layers,
+        except routers."""
         named = self.store.named.items()
         return {
             name: t
@@ -211,7 +209,7 @@ class Reference:
         """Return the log-probs of a sample's response, float64 [R].
 
         Args:
-            context: the tokens before the response, in place of the sample's prompt.
+            context: tokens that replace the sample's prompt.
         """
         setting = setting or self.setting
         return self.by_sampling(sample, [setting.sampling], setting, context)[0]
@@ -224,7 +222,7 @@ class Reference:
         setting: ReferenceSettings | None = None,
         context: Tensor | None = None,
     ) -> list[Tensor]:
-        """Return the log-probs for several ways to make them from the same logits."""
+        """Return the log-probs for each of ``samplings`` from the same logits, float64 [R] each."""
         setting = setting or self.setting
         response = sample.tokens[sample.prompt_length :]
         if context is None:
@@ -248,16 +246,16 @@ class Reference:
         return [torch.cat(parts).double().cpu() for parts in found]
 
     def media_behind(self, sample: Scored, context: Tensor) -> list[Media] | None:
-        """Return the images of a sample whose prompt is ``context``; None if they have no places
-        there."""
+        """Return the sample's images at their places with ``context`` as the prompt; None if its
+        placeholders do not match the images."""
         vision = self.arch.spec.vision
         if vision is None or torch.equal(context, sample.tokens[: sample.prompt_length]):
             return sample.media
         return behind(sample.media, sample.prompt_length, context, vision)
 
     def _states(self, count: int) -> StateRows | None:
-        """Storage for one sequence of ``count`` tokens; None for a model without gated delta
-        nets."""
+        """Create the states for one sequence of ``count`` tokens; None for a model without gated
+        delta nets."""
         spec = self.arch.spec
         if all(mixer.state is None for mixer in mixers_of(spec.transformer)):
             return None
@@ -275,7 +273,7 @@ class Reference:
         watcher: Watcher | None = None,
         media: Sequence[Media] = (),
     ) -> Tensor:
-        """Return [L - 1, hidden] after the last norm; the last token predicts nothing."""
+        """Return the output of the last norm, [L - 1, hidden], for all tokens except the last."""
         model = self.store.model
         count = len(tokens) - 1
         device = self.store.device
@@ -330,12 +328,13 @@ class Reference:
 
 @dataclass
 class Watcher:
-    """An `Observer` that records what it sees.
+    """An `Observer` that records outputs and choices of experts.
 
     Attributes:
-        seen: part → [tokens, hidden], where ``keeps``.
-        chosen: experts of each layer that has some.
-        replayed: layer → choices to take.
+        keeps: record outputs of parts in ``seen``.
+        seen: part → [tokens, hidden].
+        chosen: chosen experts of each layer with experts, in order.
+        replayed: layer → experts to use instead.
     """
 
     keeps: bool = False
@@ -354,7 +353,7 @@ class Watcher:
 def _rows_of(
     experts: Tensor, count: int, arch: Architecture, device: torch.device
 ) -> dict[int, Tensor]:
-    """Layer → int64 [count, k], -1 where it is not known."""
+    """Return layer → experts, int64 [count, k], with -1 for unknown ones."""
     assert arch.experts is not None
     whole = torch.full((count, arch.spec.num_layers, arch.experts.chosen), -1, dtype=torch.int64)
     known = experts.reshape(-1, arch.spec.num_layers, arch.experts.chosen)[:count].to(torch.int64)
@@ -364,7 +363,7 @@ def _rows_of(
 
 
 def _penalised(logits: Tensor, tokens: Tensor, first: int, sampling: Sampling) -> Tensor:
-    """Apply the repetition penalty for the tokens before each row; row 0 predicts token
+    """Apply the repetition penalty for the tokens before each row. Row 0 predicts token
     ``first``."""
     if sampling.repetition_penalty == 1.0:
         return logits
@@ -378,13 +377,13 @@ def _penalised(logits: Tensor, tokens: Tensor, first: int, sampling: Sampling) -
 
 
 class _Rounding(TorchFunctionMode):
-    """Rounds the results of parts of a forward pass, told apart by the function that computes
-    them."""
+    """Rounds the results of parts of a forward pass, which it recognises by the torch function
+    called."""
 
     def __init__(self, setting: ReferenceSettings, num_experts: int) -> None:
         super().__init__()
         parts: dict[Any, Part] = {F.rms_norm: "norms", F.linear: "products", F.silu: "activation"}
-        parts |= {  # the first two: a vision tower's
+        parts |= {  # the first two are used by vision towers
             F.layer_norm: "norms",
             F.gelu: "activation",
             torch.addcmul: "rotary embedding",
@@ -412,7 +411,7 @@ class _Attention:
     """Causal attention of one sequence, without a cache.
 
     Attributes:
-        states: of gated delta nets, which begin with nothing.
+        states: initial states of gated delta nets.
     """
 
     def __init__(
@@ -446,7 +445,7 @@ class _Attention:
         window: int | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Attend from the queries ``first`` onwards: [block, heads, dim]."""
+        """Compute attention for the block of queries from ``first`` on: [block, heads, dim]."""
         block = queries[first : first + _QUERIES]
         last = first + len(block)
         scores = torch.einsum("qhd,khd->hqk", block, keys[:last]) * block.shape[-1] ** -0.5

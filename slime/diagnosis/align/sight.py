@@ -1,4 +1,4 @@
-"""How the reference looks at images, each step of which can be computed differently."""
+"""How the reference computes image features and positions, with steps that can be changed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Read = Callable[[bytes], PreparedImage]
 
 @dataclass(frozen=True)
 class Sight:
-    """What is computed otherwise than the model does.
+    """Changes to how images are processed.
 
     Attributes:
         read: prepares images; None: the run's image processor.
-        positions: changes the rotary positions [3, tokens].
-        features: (features [image tokens, (1 + levels) * hidden], hidden) → others; None: as they
-            are.
-        is_blind: placeholders are read as ordinary tokens.
+        positions: maps rotary positions [3, tokens] to changed ones; None: unchanged.
+        features: (features [image tokens, (1 + levels) * hidden], hidden) → changed features; None:
+            unchanged.
+        is_blind: placeholders are embedded as ordinary tokens.
     """
 
     read: Read | None = None
@@ -44,7 +44,7 @@ class Sight:
     def see(
         self, tower: nn.Module, images: SequenceImages, count: int, hidden: int
     ) -> SeenImages | None:
-        """Return what the first ``count`` tokens see of images."""
+        """Return the image features among the first ``count`` tokens; None if there are none."""
         if self.is_blind:
             return None
         device = next(tower.parameters()).device
@@ -55,7 +55,7 @@ class Sight:
 
 
 def read_images(media: Sequence[Media], length: int, read: Read) -> SequenceImages | None:
-    """Read the images of a sample of ``length`` tokens; None for none."""
+    """Read the images of a sample of ``length`` tokens; None if it has no images."""
     found = []
     for one in media:
         data = Path(one.reference).read_bytes()
@@ -66,7 +66,7 @@ def read_images(media: Sequence[Media], length: int, read: Read) -> SequenceImag
 def behind(
     media: Sequence[Media], prompt_length: int, context: Tensor, vision: VisionSpec
 ) -> list[Media] | None:
-    """Return a sample's images with another prompt; None if that has not the same places."""
+    """Move a sample's images to another prompt; None if its placeholders do not match them."""
     own = [one for one in media if one.span.start < prompt_length]
     runs = placeholder_runs(context.tolist(), vision)
     if [length for _, length in runs] != [one.span.length for one in own]:

@@ -35,14 +35,14 @@ from slime.trainer.megatron.replay import guide_for  # noqa: E402
 
 
 class TrainerHere:
-    """Megatron's model of a Hugging Face directory, as the run's flags build it, but in one piece.
+    """Megatron's model of a Hugging Face directory, built from the run's flags but on one rank.
 
-    Use it in a ``with``: there is one set of process groups in a process.
+    Use it as a context manager: a process has only one set of process groups.
 
     Args:
-        images: prepares the samples' images; None: the run reads text alone.
+        images: prepares the samples' images; None: the run reads only text.
     Raises:
-        UserError: a model or flag that the trainer does not take.
+        UserError: the trainer does not support the model or a flag.
     """
 
     def __init__(self, config: Config, directory: str, images: ImageReader | None = None) -> None:
@@ -88,19 +88,19 @@ class TrainerHere:
         parallel.shut_down()
 
     def weights(self) -> dict[str, Tensor]:
-        """Return copies by their Hugging Face names."""
+        """Return Hugging Face name → copy of the weight."""
         return {
             name: tensor.detach().clone()
             for name, tensor in iter_hf_tensors(self.chunks, self.hf_config)
         }
 
     def log_probs(self, samples: Sequence[Scored], temperature: float) -> list[Tensor]:
-        """Return float64 [R] of each sample, scored one by one."""
+        """Score the samples one by one; return log-probs, float64 [R] per sample."""
         return [self._run(sample, temperature)[1].double().cpu() for sample in samples]
 
     def parts(self, sample: Scored) -> dict[str, Tensor]:
-        """Return the outputs of all parts for all tokens but the last, by the names of
-        `slime.embedded.model.Observer`."""
+        """Return part → output [L - 1, hidden] for all tokens except the last, with the part names
+        of `slime.embedded.model.Observer`."""
         seen: dict[str, Tensor] = {}
         (model,) = self.chunks
         hooks = [
@@ -127,7 +127,7 @@ class TrainerHere:
                 hook.remove()
         count = int(sample.tokens.numel()) - 1
         order = packed.origins[packed.origins >= 0]
-        # one sample, one stripe: its tokens in their order
+        # a single sample is not reordered
         assert torch.equal(order, torch.arange(count))
         return {name: value[:count] for name, value in seen.items()}
 
@@ -138,7 +138,7 @@ class TrainerHere:
         options = PackingOptions(self.ranks.device, dense=dense, read_image=read)
         packed = forward.packed_micro_batches(batch, [[0]], options)
         if self.routing is not None:
-            self.routing.prepare(batch, packed, "reference")  # routes by itself
+            self.routing.prepare(batch, packed, "reference")  # the trainer routes by itself
         (scores,) = forward.score(self.chunks, packed, temperature=temperature)
         return packed[0], scores.log_probs
 
@@ -180,13 +180,13 @@ def batch_of(sample: Scored) -> TrainBatch:
 
 
 def _computes(module: Any) -> bool:
-    """Whether a module is more than a placeholder: Transformer Engine's layers contain their
-    norm."""
+    """Whether a module is not a placeholder. With Transformer Engine, norms are placeholders: its
+    linear layers contain them."""
     return type(module).__name__ != "IdentityOp"
 
 
 def _watch_input(decoder: Any, name: str, seen: dict[str, Tensor]) -> Any:
-    """Keep what goes into the first layer: embeddings, with images in their places."""
+    """Record the input of the first layer: token embeddings with image features inserted."""
 
     def keep(_: Any, __: Any, given: dict[str, Any]) -> None:
         value = given["hidden_states"]

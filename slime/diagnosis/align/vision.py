@@ -1,5 +1,5 @@
-"""Causes in what the model sees of images: their positions, tower and projector, and how they are
-prepared."""
+"""Causes in images: their positions, the vision tower and projector, and the preparation of
+pixels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slime.diagnosis.align.sight import Read, Sight
 from slime.models.images import ImageReader, PreparedImage
 from slime.models.vision import frozen_parts
 
-#: Means and deviations of the colours in published image processors.
+#: Mean and standard deviation per colour channel in published image processors.
 _COLOURS: dict[str, tuple[list[float], list[float]]] = {
     "0.5": ([0.5] * 3, [0.5] * 3),
     "CLIP": ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]),
@@ -28,7 +28,7 @@ _FILTERS = {2: "bilinear", 3: "bicubic"}
 
 
 def images(case: Discrepancy) -> Iterator[Tried]:
-    """One side sees images otherwise."""
+    """Test whether one side processes images differently."""
     model = case.model()
     if model.images is None:
         raise Untested("the run reads no images")
@@ -42,7 +42,7 @@ def images(case: Discrepancy) -> Iterator[Tried]:
 
 
 def _where(case: Discrepancy) -> tuple[str, ...]:
-    """Tell how much samples with images differ, and others."""
+    """Describe how much samples with and without images differ."""
     apart = [
         (bool(sample.media), (scores - sample.engine)[sample.counted])
         for sample, scores in zip(case.samples, case.trainer, strict=True)
@@ -113,7 +113,7 @@ def _weights(case: Discrepancy, details: tuple[str, ...]) -> Iterator[Tried]:
 
 
 def _is_of(name: str, part: str) -> bool:
-    """Tell whether a Hugging Face name is of a part of the tower, given as Megatron's names are."""
+    """Tell whether a Hugging Face name matches ``part``, a pattern of Megatron's names."""
     _, found, rest = name.rpartition("visual.")
     return bool(found) and re.search(part, f"vision_model.{rest}") is not None
 
