@@ -1,7 +1,6 @@
 """The `slime` command: `slime train …`, `slime flags …`; `python -m slime` is the same.
 
-Each subcommand is imported only when it is called, so that `--help` takes a moment and needs no
-torch.
+Each subcommand is imported only when it is called, so that `--help` is fast and needs no torch.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _DENIED = (
     "a file is not for this user",
     "let this user read and write it (chmod, chown), or call slime as its owner",
 )
-#: What the disk may say → in words, and what to do about it.
+#: Error number of a file operation → what happened, and what to do about it.
 _OF_THE_DISK = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
@@ -44,8 +43,8 @@ _OF_THE_DISK = {
 }
 
 
-#: Commands and what they are for. Each is ``main(argv)`` in the module of `slime.cli` that has its
-#: name, and may return an exit status.
+#: Command → what it is for. Its code is ``main(argv)`` in the module of the same name in
+#: `slime.cli`, which may return an exit status.
 COMMANDS = {
     "init": "copy the recipes and examples into a folder",
     "train": "generate, train, push the weights, in lock step",
@@ -80,8 +79,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(name: str) -> None:
-    """Run one subcommand with this process's arguments, then exit, as `train.py` and the scripts in
-    `tools/` do."""
+    """Run one subcommand with this process's arguments, then exit. `train.py` and the scripts in
+    `tools/` call it."""
     sys.exit(main([name, *sys.argv[1:]]))
 
 
@@ -120,9 +119,8 @@ def _dispatch(words: list[str]) -> int:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C ends the process at once until the run takes the signal over (`slime.run.stopping`).
-    Libraries that are being imported swallow a KeyboardInterrupt, and nothing is there yet that
-    would have to be closed."""
+    """Ctrl-C ends the process at once until the run handles the signal (`slime.run.stopping`).
+    During an import a library may swallow a KeyboardInterrupt, and nothing needs closing yet."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         print("interrupted", file=sys.stderr, flush=True)
@@ -152,13 +150,12 @@ def _usage() -> str:
 
 
 def guarded(action: Callable[[], int]) -> int:
-    """Run ``action()`` and turn its end into an exit status: the one place where errors become
-    text.
+    """Run ``action()`` and return an exit status: the one place where errors become text.
 
-    A `UserError` is printed in its few lines, with a traceback only when SLIME_DEBUG=1, and gives 2
-    (1 for a `RunFailed`); Ctrl-C gives 130; a closed pipe (``slime flags | head``) ends quietly; a
-    package that slime imports and that is not installed gives 2. Everything else is a defect, keeps
-    its traceback and gives 1.
+    A `UserError` is printed in a few lines, with a traceback only when SLIME_DEBUG=1, and gives 2
+    (1 for a `RunFailed`); Ctrl-C gives 130; a closed pipe (``slime flags | head``) prints nothing;
+    a missing package that slime imports gives 2. Any other exception is a defect: its traceback is
+    printed, and the status is 1.
     """
     sys.excepthook = _show
     try:
@@ -166,7 +163,7 @@ def guarded(action: Callable[[], int]) -> int:
     except BaseException as error:
         if not something_hangs():
             raise
-        status = 1  # the interpreter would not come to telling it
+        status = 1  # the interpreter would hang before it reports the error
         if isinstance(error, SystemExit):
             status = error.code if isinstance(error.code, int) else int(error.code is not None)
         else:
@@ -176,7 +173,7 @@ def guarded(action: Callable[[], int]) -> int:
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A traceback without secrets, in place of Python's."""
+    """Print a traceback without secrets; replaces `sys.excepthook`."""
     print(
         redact_text("".join(traceback.format_exception(kind, error, trace))),
         end="",
@@ -190,14 +187,14 @@ def _status_of(action: Callable[[], int]) -> int:
     except UserError as error:
         if os.environ.get("SLIME_DEBUG") == "1":
             raise
-        # a UserError of a Ray actor arrives as a subclass whose str() is the remote traceback
+        # from a Ray actor comes a subclass of UserError, whose str() is the remote traceback
         print(
             "error: " + redact_text("\n".join([UserError.__str__(error), *_notes(error)])),
             file=sys.stderr,
         )
         return error.exit_status
     except BrokenPipeError:
-        # so that the flush at exit is quiet too
+        # the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
@@ -221,8 +218,8 @@ def _status_of(action: Callable[[], int]) -> int:
 
 
 def _not_installed(error: ModuleNotFoundError) -> UserError | None:
-    """Return the error for a package that an import of slime's own lacks in this Python; None: the
-    import is not slime's."""
+    """Return the error for a package that slime imports and this Python lacks; None: other code
+    imports it."""
     files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     package = Path(__file__).parent
     name = (error.name or "").partition(".")[0]
@@ -236,7 +233,7 @@ def _not_installed(error: ModuleNotFoundError) -> UserError | None:
     if (environment / "bin" / "activate").is_file() and Path(
         sys.prefix
     ).resolve() != environment.resolve():
-        fix = f". {environment}/bin/activate"  # which make has filled
+        fix = f". {environment}/bin/activate"  # made by `make`
     return UserError(
         f"the module {name} is not installed for {sys.executable}",
         why="slime imports it, and was not installed for this Python, or not with all that it "

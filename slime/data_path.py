@@ -1,5 +1,5 @@
-"""How data is named: ``path[:split][@[start:stop]]``, where the path is a file, a folder, or a name
-on the hub."""
+"""Names of data: ``path[:split][@[start:stop]]``, where the path is a file, a folder, or a name on
+the hub."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slime.errors import UserError
 
-#: Files with rows, by the end of their name, as `slime.prompts.readers` reads them.
+#: Suffixes of the files with rows that `slime.prompts.readers` reads.
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 CSV_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 TEXT_SUFFIXES = (*JSON_SUFFIXES, *CSV_DELIMITERS)
@@ -44,8 +44,8 @@ def split_slice(path: str) -> tuple[str, slice]:
 
 
 def split_name(path: str) -> tuple[str, str | None]:
-    """Separate a path without slice from the split of a data set. A file or folder of the whole
-    name wins.
+    """Separate the split of a data set from a path without slice. If a file or folder has the whole
+    name, there is no split.
 
     Example:
         >>> split_name("openai/gsm8k/main:test"), split_name("train.jsonl")
@@ -56,8 +56,8 @@ def split_name(path: str) -> tuple[str, str | None]:
 
 
 def row_suffix(path: str) -> str:
-    """The end of a file name that tells how its rows are read, without that of a compression; ""
-    for others.
+    """The suffix that says how a file's rows are read, without that of a compression; "" for other
+    files.
 
     Example:
         >>> row_suffix("train.jsonl.gz"), row_suffix("train.parquet"), row_suffix("notes.txt")

@@ -1,7 +1,7 @@
 """Default timeouts and polling intervals, in seconds, of every wait that no flag sets.
 
-docs/deadlines.md lists who waits for whom and what happens when a timeout expires. A section has
-the constants of one file, or of several files that the constants' common first word names.
+docs/deadlines.md lists what waits for what, and what happens when a timeout expires. A section has
+the constants of one file.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ PROGRAMS_TERMINATE = 10.0
 # -- agents/server.py
 ENDPOINT_REQUEST_BODY = 60.0
 ENDPOINT_STREAM_PING = 15.0
-#: Clients close connections that they do not use earlier.
+#: Longer than clients keep idle connections open.
 ENDPOINT_KEEPALIVE = 120.0
 
 # -- checkpoints/saving.py
-#: How long the ranks wait for the slowest one's disk. It is not --distributed-timeout-minutes,
-#: which is for ranks that compute: on a shared file system a save of minutes may take an hour.
+#: How long the ranks wait for the slowest one's disk. --distributed-timeout-minutes, which is for
+#: computation, would be too short: a save of minutes may take an hour on a shared file system.
 CHECKPOINT_WRITE = 7200.0
-#: Added to CHECKPOINT_WRITE, so that the process group's own error, which says more, comes first.
+#: Added to CHECKPOINT_WRITE, so that the process group's own, more detailed error comes first.
 CHECKPOINT_GRACE = 60.0
 
 # -- cli/chat.py
-#: From one piece of a streamed answer to the next.
+#: Between two pieces of a streamed answer.
 CHAT_NEXT_PIECE = 300.0
 
 # -- cli/model_source.py
@@ -34,12 +34,12 @@ MODEL_SOURCE_CONVERT = 7200.0
 SERVE_POLL = 0.5
 
 # -- cli/watch.py
-#: For answers that are under way when the server ends.
+#: For responses in progress when the server ends.
 WATCH_SHUTDOWN = 0.5
 
 # -- cluster/command_inbox.py
 #: A folder that changed this recently is read again: a second change within one tick of the file
-#: system's clock leaves the folder's time as it is.
+#: system's clock does not change the folder's modification time.
 COMMAND_INBOX_REREAD = 2.0
 COMMAND_INBOX_ANSWER = 120.0
 COMMAND_INBOX_POLL = 0.1
@@ -53,10 +53,10 @@ ENGINE_FIT_ANSWER = 10.0
 
 # -- cluster/engines.py
 ENGINES_ANSWER = 10.0
-#: For a call of an engine actor that needs no work, or only ends a server.
+#: For a call of an engine actor that is quick, or only ends a server.
 ENGINES_ACTOR_CALL = 60.0
 ENGINES_POLL = 0.25
-#: For a process to turn out dead after an error that its death would explain.
+#: To find a process dead after an error that its death would explain.
 ENGINES_DEATH_AFTER_ERROR = 1.0
 #: The same after a broken connection, which may come before the process has ended.
 ENGINES_DEATH_AFTER_DISCONNECT = 3.0
@@ -68,18 +68,18 @@ EXTERNAL_ENGINES_DRAIN_POLL = 0.1
 EXTERNAL_ENGINES_LOADS = 2.0
 #: Between attempts to have the router remove a lost engine.
 EXTERNAL_ENGINES_REMOVE_RETRY = 10.0
-#: From one question whether an engine is alive to the next.
+#: Between two health checks of an engine.
 EXTERNAL_ENGINES_LIVENESS_POLL = 2.0
 EXTERNAL_ENGINES_LIVENESS_ANSWER = 5.0
 
 # -- cluster/gpu_memory.py
 #: To copy the weights to the host or back, after the last requests have ended.
 GPU_MEMORY_MOVE = 300.0
-#: For aborted requests to end; a rollout that was given up still sends some.
+#: For aborted requests to end; a rollout that was cancelled still sends some.
 GPU_MEMORY_IDLE = 3.0
 
 # -- cluster/ray_session.py
-#: For a cluster to let a driver join, with the import of Ray in a process that tries it.
+#: For a driver to join a cluster; includes the import of Ray in the process that tries it.
 RAY_SESSION_JOIN = 40.0
 RAY_SESSION_JOIN_POLL = 0.1
 #: For the kernel to end a tree of processes.
@@ -88,17 +88,17 @@ RAY_SESSION_KILL = 6.0
 RAY_SESSION_START = 120.0
 
 # -- cluster/routers.py
-#: Generation waits while a worker is removed.
+#: Short, because generation waits while a worker is removed.
 ROUTERS_REMOVE_WORKER = 10.0
 ROUTERS_ADD_WORKER = 60.0
 #: For each engine of a router that was restarted.
 ROUTERS_ADD_WORKER_AGAIN = 15.0
 ROUTERS_START = 120.0
-#: For a call of an engine actor that needs no work, or only ends a router.
+#: For a call of an engine actor that is quick, or only ends a router.
 ROUTERS_ACTOR_CALL = 60.0
 
 # -- cluster/run_cluster.py
-#: For all processes together to end by themselves, after a run that finished.
+#: For all processes to end by themselves, after a run that finished.
 RUN_CLUSTER_EXIT = 5.0
 #: The same after a failure or a stop.
 RUN_CLUSTER_EXIT_AFTER_FAILURE = 2.0
@@ -120,7 +120,7 @@ SLOW_WAITS_STACKS = 240.0
 # -- cluster/stopped_processes.py
 #: Until the first line about a stopped process; earlier where the limit is short.
 STOPPED_PROCESSES_LINE = 30.0
-#: A search takes milliseconds, and nothing here is in a hurry.
+#: A search takes milliseconds; it need not be frequent.
 STOPPED_PROCESSES_POLL = 5.0
 #: For the main thread to raise the error and leave.
 STOPPED_PROCESSES_EXIT = 15.0
@@ -130,17 +130,17 @@ STOPPED_PROCESSES_RAISE = 3.0
 
 # -- cluster/trainer_group.py
 TRAINER_GROUP_START = 180.0
-#: For a call of a trainer rank that needs no work.
+#: For a quick call of a trainer rank.
 TRAINER_GROUP_QUICK_CALL = 120.0
 #: To start the profiler, or to write what it recorded: gigabytes where steps are large.
 TRAINER_GROUP_PROFILE = 600.0
-#: For the critic's other ranks to end what they write, when one of them is gone.
+#: For the critic's other ranks to finish writing, after one of them has died.
 TRAINER_GROUP_CRITIC_PART = 60.0
 
 # -- cluster/waiting.py
 #: How often a wait looks for SIGTERM and dead processes; an answer ends a wait at once.
 WAITING_POLL = 0.5
-#: For the failure of another rank that explains a broken connection.
+#: To wait for another rank's failure that explains a broken connection.
 WAITING_CAUSE = 3.0
 WAITING_FIRST_LINE = 45.0
 WAITING_PING = 5.0
@@ -172,7 +172,7 @@ EMBEDDED_STARTUP = 300.0
 CONTROL_ROUTES_COMMAND = 120.0
 
 # -- embedded/engine.py
-#: A missed wake-up costs at most this.
+#: Longest delay after a missed wake-up.
 EMBEDDED_ENGINE_WAKE = 1.0
 EMBEDDED_ENGINE_STOP = 5.0
 
@@ -203,13 +203,13 @@ CLIENT_ABORT = 10.0
 CLIENT_LOADS = 5.0
 
 # -- engines/fleet.py
-#: For the event loop of this process itself, beyond what its requests may take.
+#: Added to the timeout of the requests, for the event loop of this process.
 FLEET_LOOP = 10.0
 
 # -- engines/health.py
 HEALTH_RETRY = 0.1
 HEALTH_POLL = 0.5
-#: A question has reached the engine by then, and is among the requests that end before it is idle.
+#: For a request to reach the engine, which is not idle before the request has ended.
 HEALTH_ARRIVAL = 0.2
 HEALTH_FLUSH = 1.0
 
@@ -218,10 +218,9 @@ ROUTER_STARTUP = 60.0
 
 # -- engines/sglang/command.py
 #: A model of hundreds of gigabytes may be on a cold disk. A small model took up to 126 s, most of
-#: it for graph capture.
+#: it to capture CUDA graphs.
 SGLANG_STARTUP = 1800.0
-#: For one health answer: SGLang generates a token, the very first of the server, and sleeps a
-#: second meanwhile.
+#: For one health check: SGLang generates a token, possibly its first, and sleeps for a second.
 SGLANG_HEALTH = 30.0
 
 # -- engines/sglang/weight_probe.py
@@ -252,8 +251,7 @@ HARDWARE_QUERY = 20.0
 RUN_FOLDER_LOCK = 0.5
 
 # -- page/report.py
-#: From one report of a running run to the next, at least; a report that takes long comes less
-#: often.
+#: Shortest time between two reports of a running run; slow reports are written less often.
 REPORT_INTERVAL = 10.0
 
 # -- page/server.py
@@ -262,7 +260,7 @@ PAGE_POLL = 2.0
 # -- processes/owner.py
 #: For a server to end cleanly when its parent process has ended.
 OWNER_SERVER_EXIT = 5.0
-#: For the end of a run after Ctrl-C during the end.
+#: To finish the shutdown of a run after another Ctrl-C.
 OWNER_HURRIED_EXIT = 2.0
 
 # -- processes/pinned_memory.py
@@ -282,7 +280,7 @@ JOURNAL_SYNC = 1.0
 
 # -- rollout/loop.py
 LOOP_LOAD_INTERVAL = 2.0
-#: How long a failing request is sent again, by --use-fault-tolerance.
+#: How long a failing request is retried, for each value of --use-fault-tolerance.
 LOOP_RETRY = {False: 60.0, True: 600.0}
 
 # -- rollout/rewards/grading_pool.py
@@ -291,14 +289,14 @@ GRADING_POOL_EXIT = 1.0
 GRADING_POOL_KILL = 10.0
 
 # -- rollout/rewards/pool.py
-#: To compare two mathematical expressions; an answer that needs longer counts as wrong.
+#: To compare two mathematical expressions; an answer that takes longer counts as wrong.
 POOL_MATH = 5.0
 
 # -- rollout/watchdog.py
 #: If two checks are this much further apart than twice their interval, the event loop was blocked.
 WATCHDOG_BLOCKED = 1.0
-#: After this long without progress `Watchdog.words` tell who waits; the driver logs them when it
-#: has heard nothing for a minute.
+#: After this long without progress `Watchdog.words` say what waits; the driver logs them after a
+#: minute without news.
 WATCHDOG_WORDS = 30.0
 
 # -- run/api.py
@@ -309,16 +307,16 @@ RUN_API_STOP = 600.0
 PREFLIGHT_CONNECT = 5.0
 
 # -- run/saving.py
-#: How long a run that failed waits for the checkpoint that is being written; the processes may be
-#: in any state.
+#: How long a failed run waits for the checkpoint that is being written. It may never be finished,
+#: because the processes may be in any state.
 RUN_SAVING_ASYNC_SAVE = 600.0
-#: Without --save-interval: a step may take minutes, and a tenth of the run half a day.
+#: Longest time between two checkpoints without --save-interval.
 RUN_SAVING_EVERY = 1800.0
 
 # -- run/session.py
 #: For all processes and Ray to end; schedulers send SIGKILL half a minute after SIGTERM.
 RUN_SESSION_CLOSE = 9.0
-#: For an evaluation under way when a run that was asked to stop has saved.
+#: For an evaluation in progress after a run that was asked to stop has saved.
 RUN_SESSION_EVALUATION = 5.0
 
 # -- run/stopping.py
@@ -327,21 +325,21 @@ STOPPING_FORCED_EXIT = 10.0
 STOPPING_POLL = 0.5
 
 # -- sandbox/sandbox.py
-#: How much later than the program's own limit the supervisor must have ended all of it.
+#: Added to the program's limit: by then the supervisor must have ended all its processes.
 SANDBOX_GRACE = 15.0
 SANDBOX_TERMINATE = 10.0
 
 # -- user_code/calls.py
 USER_CALLS_POLL = 1.0
-#: From its cancellation, or from the exception raised in it, until a call is left behind.
+#: From the cancellation of a call, or the exception raised in it, until it is abandoned.
 USER_CALLS_CANCEL = 5.0
-#: Until a thread that nobody waits for is ended, if its call had no deadline.
+#: Until an abandoned thread is ended, if its call had no deadline.
 USER_CALLS_ABANDONED = 60.0
-#: Until the first line about a blocked event loop; each further one comes after twice the time.
+#: Until the first line about a blocked event loop; the interval doubles after each line.
 USER_CALLS_BLOCKED = 20.0
 
 # -- cluster/adapter_versions.py
-#: No request uses it any more, so that an engine has nothing to wait for.
+#: No request uses the adapter any more, so the engine has nothing to wait for.
 ADAPTER_UNLOAD = 60.0
 
 # -- weights/canary.py
@@ -358,11 +356,11 @@ DISTRIBUTED_GRACE = 2.0
 ENGINE_CHECK_ANSWER = 120.0
 
 # -- weights/route.py
-#: For ``/server_info``, which needs no work.
+#: For ``/server_info``, which is quick.
 ROUTE_INFO = 30.0
 
 # -- weights/sync.py
-#: Pausing waits for the forward pass under way, nothing longer.
+#: To pause an engine, which waits only for the current forward pass.
 SYNC_CONTROL = 120.0
 
 # -- weights/transport.py

@@ -1,13 +1,13 @@
-"""Where the documentation is on the web. Messages name a page by its URL: an installed package has
-no docs folder."""
+"""URLs of the documentation. Messages name a page by its URL, because an installed package has no
+docs folder."""
 
 from __future__ import annotations
 
 import re
 
-#: The home of the project; pyproject.toml has the same.
+#: The same as in pyproject.toml.
 PROJECT_URL = "https://github.com/slime-rl/slime"
-#: Of the main branch: releases have no tags yet.
+#: Pages of the main branch, because releases have no tags yet.
 DOCS_URL = f"{PROJECT_URL}/blob/main/docs"
 
 _PAGE = re.compile(r"\bdocs/([\w-]+\.md(?:#[\w-]+)?)")
@@ -17,7 +17,7 @@ def doc_url(page: str) -> str:
     """The URL of a page of ``docs/``, for a message.
 
     Args:
-        page: the file's name, with the anchor of a section if one is meant.
+        page: the file's name, optionally with the anchor of a section.
 
     Example:
         >>> doc_url("serving.md#tools")
@@ -27,8 +27,8 @@ def doc_url(page: str) -> str:
 
 
 def with_doc_urls(text: str) -> str:
-    """``text`` with each page that it names by its path (docs/index.md) named by its URL.
+    """``text`` with the path of each page (docs/index.md) replaced by its URL.
 
-    Not for text that holds users' own paths.
+    Do not use it for text that contains users' own paths.
     """
     return _PAGE.sub(lambda match: doc_url(match[1]), text)

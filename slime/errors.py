@@ -1,4 +1,4 @@
-"""The error types that are meant for users: what happened, why, and what to do about it."""
+"""Errors for users: what happened, why, and what to do about it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 
 class UserError(Exception):
-    """A mistake or condition the user can mend. Shown in a few lines without a traceback; exit
+    """A mistake or condition that the user can fix. Shown in a few lines without a traceback; exit
     status 2.
 
-    Notes (``error.add_note``) are shown below, e.g. where the crash folder is. ``errors`` has the
-    parts of one that `several` made.
+    Notes (``error.add_note``) are shown below it, e.g. where the crash folder is. If `several` made
+    it, ``errors`` has the single errors.
 
     Args:
         what: the fact, with the user's own values in it ("no column 'question' in train.jsonl").
@@ -27,7 +27,7 @@ class UserError(Exception):
     errors: tuple[UserError, ...] = ()
 
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
-        super().__init__(what, why, fix)  # all of them, so that pickling (Ray) restores each
+        super().__init__(what, why, fix)  # pickling (Ray) restores the error from these
         self.what = what
         self.why = why
         self.fix = fix
@@ -42,7 +42,7 @@ class UserError(Exception):
 
 
 def several(errors: Sequence[UserError]) -> UserError:
-    """One error that tells all of ``errors``, each once; a single one is returned as it is.
+    """Combine errors into one that lists each once; a single distinct error is returned as it is.
 
     Example:
         >>> print(several([
@@ -71,11 +71,10 @@ def several(errors: Sequence[UserError]) -> UserError:
 
 
 class RunFailed(UserError):
-    """A run that cannot go on although nobody asked for anything wrong: a process of it died or
-    does not answer.
+    """A run cannot continue, and the user made no mistake: one of its processes died or does not
+    respond.
 
-    Shown like any `UserError`, but the exit status is 1: the same command may succeed when it is
-    tried again.
+    Shown like any `UserError`, but the exit status is 1: a retry of the same command may succeed.
     """
 
     exit_status = 1

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and JSON that every reader accepts."""
+"""Atomic writes of files, and JSON that every reader accepts."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ _INT64 = 1 << 63
 
 
 def json_safe(value: Any, max_text: int = 0, _depth: int = 0) -> Any:
-    """`value` made of JSON types only: non-finite floats become None, unknown objects their repr.
+    """``value`` in JSON types only: non-finite floats become None, unknown objects their repr.
 
     Args:
         value: anything.
-        max_text: cut strings to this many characters (0: never), with a mark that says how many
-            were cut.
+        max_text: cut strings to this many characters (0: never), and say how many were cut.
     """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        text = value.encode("utf-8", "replace").decode()  # lone surrogates are no valid UTF-8
+        text = value.encode("utf-8", "replace").decode()  # lone surrogates are not valid UTF-8
         if max_text and len(text) > max_text:
             return f"{text[:max_text]}… [{len(text) - max_text} more characters]"
         return str(text)
@@ -50,18 +49,18 @@ def json_safe(value: Any, max_text: int = 0, _depth: int = 0) -> Any:
 
 
 def dump_line(value: dict[str, Any]) -> bytes:
-    """One JSON object and a newline."""
+    """The JSON text of an object, and a newline."""
     return orjson.dumps(value) + b"\n"
 
 
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """A path to write to, which takes the place of ``path`` at the end of the block: readers see
-    the file whole or not at all, also when we are killed half-way. Folders are made; an exception
-    leaves ``path`` as it was.
+    """Give a temporary path to write to, which replaces ``path`` at the end of the block. Readers
+    never see a part of a file, even if this process is killed. Creates missing folders; an
+    exception in the block leaves ``path`` unchanged.
 
     Args:
-        durable: also when the power is cut: it is on the disk when the block ends.
+        durable: sync the file to disk before the block ends, so that it survives a power cut.
 
     Example:
         with replacing(Path("dumps/3.pt")) as unfinished:
@@ -81,13 +80,13 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """`replacing` with these bytes."""
+    """Write these bytes with `replacing`."""
     with replacing(path, durable=durable) as unfinished:
         unfinished.write_bytes(content)
 
 
-#: Larger files are told apart by their size and so many pieces of them; so is what comes behind so
-#: much of data.
+#: The fingerprint of a larger file uses its size and this many pieces of this size; with ``whole``,
+#: only after this much data.
 _WHOLE_BYTES = 16 << 20
 _DATA_BYTES = 1 << 30
 _PIECES = 64
@@ -95,11 +94,10 @@ _PIECE_BYTES = 1 << 16
 
 
 def content_fingerprint(path: Path, *, whole: bool = False) -> str:
-    """A text that changes with the content of a file, or of a folder's files; "" where there is
-    nothing.
+    """A hash of the content of a file, or of all files in a folder; "" if there is no file.
 
     Args:
-        whole: read large files to their end, too, a gigabyte in all.
+        whole: read large files completely, up to a gigabyte in total.
     """
     digest = xxhash.xxh3_128()
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
@@ -118,13 +116,13 @@ def content_fingerprint(path: Path, *, whole: bool = False) -> str:
                 for offset in range(0, size, step):
                     stream.seek(offset)
                     digest.update(stream.read(_PIECE_BYTES))
-        except OSError:  # whoever needs it says so
+        except OSError:  # the reader of the file reports it
             digest.update(b"cannot be read\n")
     return digest.hexdigest() if num_files else ""
 
 
 def bring_to_disk(path: Path) -> None:
-    """fsync of a file's content, or of a directory's entries."""
+    """Call fsync on a file or a directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -136,7 +134,7 @@ def read_plain(path: str | os.PathLike[str]) -> bytes:
     """The bytes of a regular file.
 
     Raises:
-        OSError: it is none, or cannot be read. (A pipe would have its reader wait.)
+        OSError: it is not a regular file (a pipe would block), or cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
@@ -146,10 +144,10 @@ def read_plain(path: str | os.PathLike[str]) -> bytes:
 
 
 def parse_json(content: bytes) -> Any:
-    """The value of a JSON text, also of one with a byte order mark, in UTF-16, or with NaN in it.
+    """The value of a JSON text. A byte order mark, UTF-16 and NaN are accepted.
 
     Raises:
-        ValueError: it is no JSON; says where.
+        ValueError: it is not JSON; the message says where.
     """
     try:
         return orjson.loads(content)
@@ -161,7 +159,7 @@ def parse_json(content: bytes) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; {} when there is none, none yet, or it cannot be read."""
+    """The JSON object in a file; {} if there is none, or it cannot be read."""
     try:
         value = parse_json(read_plain(path))
     except (OSError, ValueError):
@@ -170,8 +168,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a JSONL file; [] when it cannot be read. Lines that are no object are
-    left out: one that is being written, or was cut by a crash."""
+    """The JSON objects of a JSONL file; [] if it cannot be read. Lines that are not an object are
+    skipped: a line may be incomplete while it is written, or after a crash."""
     rows = []
     try:
         content = read_plain(path)
@@ -188,7 +186,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def entries_of(folder: Path) -> list[Path]:
-    """What lies in a folder, by name; [] where there is none or it cannot be read."""
+    """The paths in a folder, sorted; [] if the folder is missing or cannot be read."""
     try:
         return sorted(folder.iterdir())
     except OSError:
@@ -197,11 +195,11 @@ def entries_of(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def left_behind(path: Path) -> Iterator[bool]:
-    """Whether a file or folder of this user's is one whose owner kept it locked (``flock``) and has
-    died. If so it is locked here as long as the block lasts."""
+    """Whether the process that kept a file or folder of this user locked (``flock``) has died. If
+    so, it stays locked by this process until the block ends."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:  # another user's, a link, or gone in the meantime
+    except OSError:  # another user's, a symbolic link, or already deleted
         yield False
         return
     try:

@@ -1,9 +1,9 @@
 """Access rules of our HTTP servers: Host and Origin headers, keys, and the open routes.
 
-Everybody on the host can reach a server on loopback, and so can every page in the user's browser.
-`foreign` refuses pages from another origin, and those whose own name leads to this host (DNS
-rebinding). Where `slime watch` listens on other addresses, it asks for a token. Engines ask for a
-key (`slime.engines.keys`).
+Every user of the host can reach a server on loopback, and so can every page in the user's browser.
+`foreign` refuses pages from another origin, and pages whose host name resolves to this host (DNS
+rebinding). `slime watch` requires a token if it listens on other addresses. Engines require a key
+(`slime.engines.keys`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from aiohttp.typedefs import Middleware
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 TOKEN_HEADER = "X-Slime-Token"
-#: Nothing from elsewhere, nothing inline: text that gets into the page can never run, nor load
-#: anything.
+#: Only this server's own files, nothing inline: text injected into the page can neither run nor
+#: load anything.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' "
     "data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -38,7 +38,7 @@ HEADERS = {
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to listen on is reached from this host alone.
+    """Whether an address to listen on can be reached only from this host.
 
     Example:
         >>> tuple(map(is_loopback, ("127.0.0.1", "::1", "localhost", "0.0.0.0")))
@@ -63,11 +63,12 @@ def host_of(header: str) -> str:
 
 
 def foreign(headers: Mapping[str, str], *, on_loopback: bool) -> str:
-    """Why a request comes from a page of elsewhere; "" if it does not. Programs send no Origin.
+    """Why a request counts as from a page of another site; "" if it does not. Programs send no
+    Origin.
 
     Args:
-        headers: looked up by names in any case.
-        on_loopback: the server listens there alone, so that only names of loopback lead to it.
+        headers: a mapping that ignores the case of names.
+        on_loopback: the server listens only on loopback, so that only loopback names are valid.
 
     Example:
         >>> foreign({"Host": "evil.example:30000"}, on_loopback=True)
@@ -85,7 +86,7 @@ def foreign(headers: Mapping[str, str], *, on_loopback: bool) -> str:
             parts = urlsplit(origin)
             name = parts.hostname or ""
             place = parts.netloc
-        except ValueError:  # no address
+        except ValueError:  # not a URL
             name = ""
             place = ""
         if not is_loopback(name) and (on_loopback or place.lower() != host.lower()):
@@ -98,8 +99,7 @@ def foreign(headers: Mapping[str, str], *, on_loopback: bool) -> str:
     return ""
 
 
-#: What `slime serve` answers unless its control routes are asked for: generation, and what tells of
-#: the model.
+#: Routes of `slime serve` without --control-routes: generation, and information about the model.
 _INFERENCE = (
     "/",
     "/health",
@@ -133,7 +133,7 @@ _INFERENCE = (
 
 
 def is_inference(path: str) -> bool:
-    """Whether a route only generates or tells; all others may change what a server does, or its
+    """Whether a route only generates or reports; any other route may change the server or its
     weights.
 
     Example:
@@ -146,10 +146,10 @@ def is_inference(path: str) -> bool:
 
 @dataclass(frozen=True)
 class EngineAccess:
-    """Decides which requests an engine answers, apart from the check of its key.
+    """Decides which requests an engine answers; the key is checked elsewhere.
 
     Attributes:
-        on_loopback: it listens there alone.
+        on_loopback: the engine listens only on loopback.
         inference_only: its control routes are closed.
     """
 
@@ -169,7 +169,7 @@ class EngineAccess:
 
 
 class AsgiGuard:
-    """`EngineAccess` before an ASGI application, such as SGLang's server."""
+    """ASGI middleware that applies `EngineAccess` to an application, such as SGLang's server."""
 
     def __init__(self, app: Any, access: EngineAccess) -> None:
         self._app = app
@@ -198,11 +198,11 @@ class AsgiGuard:
 
 
 def guard(token: str | None, cookie: str) -> Middleware:
-    """The middleware of `slime watch`, which every request passes.
+    """The access middleware of `slime watch`.
 
     Args:
-        token: None on loopback.
-        cookie: its name; ports of one host share their cookies, so it should have the port in it.
+        token: that requests need; None on loopback.
+        cookie: the cookie's name, with the port in it: all ports of a host share their cookies.
     """
 
     @web.middleware
@@ -224,7 +224,7 @@ def guard(token: str | None, cookie: str) -> Middleware:
             return await handler(request)
         given = request.query.get("token")
         if given is not None and request.path == "/" and _same(given, token):
-            # so that the token leaves the address bar
+            # remove the token from the address bar
             found = web.Response(status=302, headers={"Location": "/"})
             found.set_cookie(cookie, token, httponly=True, samesite="Strict", path="/")
             return found

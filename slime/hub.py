@@ -1,7 +1,7 @@
 """The Hugging Face hub: models and data sets by name, and uploads.
 
-``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HOME`` and ``HF_HUB_OFFLINE`` mean what they mean to
-huggingface_hub, which does the work. A folder of the name, on this machine, always wins.
+huggingface_hub does the work and reads ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HOME`` and
+``HF_HUB_OFFLINE``. A local folder of the same name always takes precedence.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.tik
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether ``path`` can only be a name on the hub: org/name, of which nothing is here, not even
-    the folder org.
+    """Whether ``path`` can only be a name on the hub: it has the form org/name, and no local folder
+    org exists.
 
     Example:
         >>> (is_hub_name("Qwen/Qwen3-0.6B"), is_hub_name("./Qwen/Qwen3-0.6B"),
@@ -42,7 +42,7 @@ def is_hub_name(path: str) -> bool:
 
 
 def hub_name(path: str) -> str | None:
-    """The name on the hub of a file or folder that was downloaded from there; None for any other.
+    """The hub name of a file or folder in the hub's local cache; None for any other path.
 
     Example:
         >>> hub_name("/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/0a1b")
@@ -53,7 +53,7 @@ def hub_name(path: str) -> str | None:
 
 
 def shown_path(path: str) -> str:
-    """``path`` as a user would name it: what was downloaded from the hub by its name there.
+    """``path`` as a user would write it: a path in the hub's local cache becomes its hub name.
 
     Example:
         >>> shown_path(
@@ -65,8 +65,7 @@ def shown_path(path: str) -> str:
 
 
 def dataset_name(path: str) -> str | None:
-    """The data set of the hub that is named by ``org/name[/inside][:split][@[a:b]]``; None for a
-    path on this machine.
+    """The hub data set in ``org/name[/inside][:split][@[a:b]]``; None for a local path.
 
     Example:
         >>> dataset_name("openai/gsm8k/main:test@[:100]"), dataset_name("train.jsonl")
@@ -78,12 +77,12 @@ def dataset_name(path: str) -> str | None:
 
 
 def local_data(path: str, *, download: bool = True) -> str:
-    """``path`` of data with the local copy in the place of a data set's name on the hub.
+    """Replace a data set's hub name in ``path`` by its local copy.
 
     Args:
-        path: a file or folder, or org/name, which a folder, file or configuration inside may follow
-            (openai/gsm8k/main). A split (``:test``) and a slice (``@[a:b]``) stay.
-        download: what is not here yet; else the path of something that is not here stays as it is.
+        path: a file or folder, or org/name, optionally with a folder, file or configuration inside
+            (openai/gsm8k/main). A split (``:test``) and a slice (``@[a:b]``) are kept.
+        download: download missing files; if False, the name of a missing data set is kept.
     Raises:
         UserError: as `fetch_model`.
     """
@@ -95,10 +94,10 @@ def local_data(path: str, *, download: bool = True) -> str:
 
 
 def fetch_model(name: str) -> Path:
-    """The local copy of a model of the hub, downloaded where it is not here yet.
+    """The local copy of a model of the hub; missing files are downloaded.
 
     Raises:
-        UserError: the hub cannot be reached, or does not have it.
+        UserError: the hub cannot be reached, or does not have the model.
     """
     from huggingface_hub import snapshot_download
 
@@ -119,7 +118,7 @@ def fetch_dataset(name: str) -> Path:
 
 
 def _downloaded(name: str) -> Path | None:
-    """The local copy of a data set; None where there is none."""
+    """The local copy of a data set; None if there is none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -130,8 +129,8 @@ def _downloaded(name: str) -> Path | None:
 
 
 def is_there(name: str, kind: str) -> bool:
-    """Whether a copy of a model ("model") or data set ("dataset") is on this machine; nothing is
-    downloaded. False: the hub has it.
+    """Whether a model ("model") or data set ("dataset") has a local copy; False: only the hub has
+    it. Downloads nothing.
 
     Raises:
         UserError: as `fetch_model`.
@@ -173,8 +172,8 @@ def _not_here(name: str, kind: str, why: str) -> UserError:
 
 
 def _why_not_reached() -> str | None:
-    """Why the hub gives no answer, found within seconds (its own client tries for minutes); None:
-    it does."""
+    """Why the hub does not answer; None: it does. Takes seconds, where the hub's own client
+    retries for minutes."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -182,7 +181,7 @@ def _why_not_reached() -> str | None:
     try:
         urllib.request.urlopen(constants.ENDPOINT, timeout=deadlines.HUB_FIRST_ANSWER).close()
     except urllib.error.HTTPError:
-        return None  # an answer, if not a page
+        return None  # an error page is an answer
     except (OSError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         return (
@@ -195,7 +194,7 @@ def _why_not_reached() -> str | None:
 
 @contextmanager
 def _hub_errors(name: str) -> Iterator[None]:
-    """Raise errors of the hub as a `UserError`."""
+    """Convert errors of the hub into a `UserError`."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -248,13 +247,12 @@ def hub_token(repo: str) -> str:
 
 
 def upload(repo: str, folder: Path, files: dict[str, bytes], *, private: bool, message: str) -> str:
-    """Make ``repo`` where it is not there, and put the folder's files and ``files`` into it as one
-    commit.
+    """Create ``repo`` if it is missing, and upload the folder's files and ``files`` in one commit.
 
     Returns:
-        The address of the model's page.
+        The URL of the model's page.
     Raises:
-        UserError: no token, or what the hub says.
+        UserError: there is no token, or the hub refuses or cannot be reached.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 

@@ -22,8 +22,8 @@ from slime.redact import Redacting, redact_text, remember
 _ROOT = "slime"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _MOST_UNTOLD = 100
-#: Warnings that the driver has not printed yet, in a process without a terminal; and keys of
-#: warnings that come once.
+#: Warnings of a process without a terminal that the driver has not printed yet, and keys of the
+#: warnings that were already logged once.
 _untold: list[str] = []
 _said: set[str] = set()
 
@@ -47,8 +47,8 @@ class _ProcessFormatter(logging.Formatter):
 
 
 class _CurrentStderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to whatever `sys.stderr` is now, so that lines appear above a live display instead of
-    through it."""
+    """Writes to the current `sys.stderr`, which a live display may replace to print lines above
+    itself."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -59,7 +59,7 @@ class _CurrentStderrHandler(logging.StreamHandler[TextIO]):
 
 
 def get_logger(name: str) -> logging.Logger:
-    """A standard logger below ``slime``: pass ``__name__``, or a bare topic ("rewards" becomes
+    """A standard logger below ``slime``: pass ``__name__``, or a topic ("rewards" becomes
     "slime.rewards")."""
     return logging.getLogger(
         name if name == _ROOT or name.startswith(_ROOT + ".") else f"{_ROOT}.{name}"
@@ -67,12 +67,12 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def tell(logger: logging.Logger, text: str, *args: object, once: str = "") -> None:
-    """Log a warning that the user should see on the terminal; the driver prints those of processes
-    without one, see `untold`.
+    """Log a warning for the user's terminal. The driver prints the warnings of processes without a
+    terminal, see `untold`.
 
     Args:
-        text, args: as `logging` takes them.
-        once: a key; in this process the warning of a key comes once.
+        text, args: format string and arguments, as for `logging`.
+        once: a key; this process logs the warning of each key once.
     """
     if once in _said:
         return
@@ -80,7 +80,7 @@ def tell(logger: logging.Logger, text: str, *args: object, once: str = "") -> No
         _said.add(once)
     logger.warning(text, *args, stacklevel=2)
     _untold.append(text % args if args else text)
-    del _untold[:-_MOST_UNTOLD]  # where this process has a terminal, nobody asks
+    del _untold[:-_MOST_UNTOLD]  # with a terminal, `untold` is never called
 
 
 def untold() -> list[str]:
@@ -91,11 +91,11 @@ def untold() -> list[str]:
 
 
 def log_level(level: str | None = None) -> int:
-    """The numeric level: DEBUG when ``SLIME_DEBUG`` is set (to anything but 0), else `level`, else
+    """The numeric level: DEBUG if ``SLIME_DEBUG`` is set (to anything but 0), else ``level``, else
     INFO.
 
     Raises:
-        UserError: no such level.
+        UserError: there is no such level.
     """
     if os.environ.get("SLIME_DEBUG", "0") not in ("", "0"):
         return logging.DEBUG
@@ -108,11 +108,11 @@ def log_level(level: str | None = None) -> int:
 
 
 def log_to_file_only(role: str, log_dir: Path, level: str | None = None, *settings: Any) -> None:
-    """`setup_logging` for processes without a terminal: what they and the libraries and user code
-    in them print goes to ``<log_dir>/<role>.log`` too, a fatal signal's traceback included.
+    """`setup_logging` for processes without a terminal: all output, including that of libraries and
+    user code and the traceback of a fatal signal, goes to ``<log_dir>/<role>.log``.
 
     Args:
-        settings: what is secret in them, and in the environment, is hidden in all that is printed.
+        settings: secrets in them, and in the environment, are hidden in all output.
     """
     remember(*settings)
     log_dir.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ def log_to_file_only(role: str, log_dir: Path, level: str | None = None, *settin
             stream.flush()
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    # what a killed process printed must not be lost in a buffer: write line by line
+    # line buffering: a killed process must not lose what it printed
     out = os.fdopen(1, "w", 1, encoding="utf-8", errors="replace", closefd=False)
     err = os.fdopen(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
     sys.stdout = cast(TextIO, Redacting(out))
@@ -138,11 +138,11 @@ def setup_logging(
     *,
     with_date: bool = False,
 ) -> None:
-    """Send this process's slime logs to stderr and, when `log_dir` is given, to
+    """Send this process's slime logs to stderr and, if ``log_dir`` is given, to
     ``<log_dir>/<role>.log``.
 
-    Calling it again replaces what an earlier call set up. Only the ``slime`` loggers are touched:
-    the root logger belongs to the program that embeds us.
+    A second call replaces the handlers of the first. Only the ``slime`` loggers are changed: the
+    root logger belongs to the program that embeds slime.
 
     Args:
         role: what this process is: "driver", "rollout", "trainer 0", "engine 1". Shown in each

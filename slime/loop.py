@@ -74,7 +74,7 @@ def train_on(session: Session) -> None:
         saves = session.saving.is_due(rollout_id)
         pushes = schedule.pushes(rollout_id)
         if saves or pushes:
-            # it must score one weight version, and the checkpoint must contain its result
+            # an evaluation uses one weight version, and its result belongs into the checkpoint
             session.finish_evaluation()
         if saves:
             session.save(rollout_id)

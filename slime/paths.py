@@ -1,10 +1,9 @@
-"""Paths that name the rollout, ``dumps/{rollout_id:04d}.pt``: checked at launch, filled in by who
-writes, and found again by who reads.
+"""Path patterns with a rollout's number, such as ``dumps/{rollout_id:04d}.pt``: checked at launch,
+filled in to write a file, and matched to find it again.
 
-The fields are those of `str.format`: ``{rollout_id}`` with any format of integers, ``{{`` and
-``}}`` for braces that are meant. An evaluation stands among the rollouts as ``eval_`` and the
-number of the rollout that was trained on before it, in the same format; one before any training is
-``eval_start``.
+The syntax is that of `str.format`: ``{rollout_id}`` with any format of integers, ``{{`` and ``}}``
+for literal braces. For an evaluation, the field becomes ``eval_`` and the number of the last
+rollout trained on before it, in the same format, or ``eval_start`` before any training.
 
 >>> [str(fill("dumps/{rollout_id:04d}.pt", id)) for id in (12, Evaluation(12), Evaluation(None))]
 ['dumps/0012.pt', 'dumps/eval_0012.pt', 'dumps/eval_start.pt']
@@ -24,7 +23,7 @@ from slime.errors import UserError
 ROLLOUT = "rollout_id"
 RANK = "rank"
 _OF_STEP = ("role", ROLLOUT, "step_id")
-#: Flags that take a pattern → the fields that it may have.
+#: Flag that takes a pattern → the fields that the pattern may have.
 FIELDS: dict[str, tuple[str, ...]] = {
     "save_debug_rollout_data": (ROLLOUT,),
     "load_debug_rollout_data": (ROLLOUT,),
@@ -33,13 +32,13 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "ci_save_grad_norm": _OF_STEP,
     "ci_load_grad_norm": _OF_STEP,
 }
-#: Rollouts whose paths are compared with each other at launch.
+#: At most so many rollouts' paths are compared at launch.
 _MOST_COMPARED = 1000
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The evaluation after a rollout; None: before any."""
+    """The evaluation after a rollout; ``after`` is None before any training."""
 
     after: int | None
 
@@ -56,23 +55,23 @@ def fill(pattern: str, rollout_id: int | Evaluation, step_id: int = 0, role: str
     """The path of a rollout, or of one of its optimizer steps.
 
     Raises:
-        KeyError, IndexError, ValueError: what `check` refuses.
+        KeyError, IndexError, ValueError: the pattern is one that `check` refuses.
     """
-    # one file for all ranks, written by the first
+    # rank 0 writes one file for all ranks
     return Path(pattern.format(**{ROLLOUT: rollout_id, RANK: 0, "step_id": step_id, "role": role}))
 
 
 def check(
     pattern: str, option: str, *, fields: Sequence[str] = (ROLLOUT,), num_rollout: int = 1
 ) -> None:
-    """Refuse what cannot be filled in, and what gives two of the run's rollouts the same path.
+    """Check that a pattern can be filled in, and gives each rollout of the run its own path.
 
     Args:
         option: the flag, for the error.
-        fields: that the pattern may have.
-        num_rollout: length of the run, as far as it is known.
+        fields: the fields that the pattern may have.
+        num_rollout: length of the run; 1 if it is not known.
     Raises:
-        UserError: names what is wrong with the pattern.
+        UserError: says what is wrong with the pattern.
     """
     named = " and ".join(f"{{{name}}}" for name in fields)
     allowed = f"the only field is {named}" if len(fields) == 1 else f"the fields are {named}"
@@ -105,12 +104,12 @@ def check(
 
 
 def literal(path: str) -> str:
-    """A pattern that gives this path, braces and all."""
+    """The pattern of exactly this path: braces are escaped."""
     return path.replace("{", "{{").replace("}", "}}")
 
 
 def names_rollout(pattern: str) -> bool:
-    """Whether rollouts have paths of their own."""
+    """Whether each rollout has a path of its own."""
     return ROLLOUT in _fields(pattern)
 
 
@@ -126,15 +125,15 @@ def with_rollout(pattern: str) -> str:
 
 
 def has_fields(pattern: str) -> bool:
-    """Whether anything is to be filled in, or seems to be."""
+    """Whether a pattern has fields, or an unmatched brace."""
     try:
         return any(True for _ in _fields(pattern))
-    except ValueError:  # a brace alone
+    except ValueError:  # an unmatched brace
         return True
 
 
 def _fields(pattern: str) -> Iterator[str]:
-    """Names of the fields, those within formats included."""
+    """Names of the fields, including fields inside format specs."""
     for _, name, spec, _ in string.Formatter().parse(pattern):
         if name is not None:
             yield name
@@ -142,7 +141,7 @@ def _fields(pattern: str) -> Iterator[str]:
 
 
 def fixed_folder(pattern: str) -> Path:
-    """The folder that the paths of all rollouts share; of a path without fields, that path.
+    """The folder that contains the paths of all rollouts; a path without fields is returned.
 
     >>> str(fixed_folder("exports/run1_{rollout_id}/model"))
     'exports'
@@ -158,11 +157,11 @@ def fixed_folder(pattern: str) -> Path:
 
 
 def found(pattern: str) -> list[tuple[Path, int | None]]:
-    """The paths of rollouts that are there, in the order of rollouts; None: the pattern names none.
-    Those of evaluations are not among them.
+    """The existing paths of rollouts, without evaluations, sorted by rollout; its number is None if
+    the pattern has no ``{rollout_id}``.
 
-    A name counts where the pattern gives just that name for the number that was read from it, so
-    that every format of integers is found again.
+    A path matches if the pattern, filled in with the number read from it, gives the same path. So
+    every format of integers is recognised.
     """
     pattern = str(Path(pattern))
     wanted = ""
@@ -185,8 +184,8 @@ def found(pattern: str) -> list[tuple[Path, int | None]]:
 
 
 def _numbers(text: str) -> Iterator[int]:
-    """Yield the numbers that a text may stand for: in decimal with signs, fill characters or
-    separators, or in another base."""
+    """Yield the numbers that a text may mean: decimal with signs, fill characters or separators, or
+    in another base."""
     if digits := re.sub(r"\D", "", text):
         yield int(digits)
     for base in (16, 8, 2):

@@ -1,4 +1,4 @@
-"""The numbers of GPUs that trainer and engines need, and how they share them. Imports no Ray.
+"""How many GPUs trainer and engines need, and how they share them. Imports no Ray.
 
 On hosts without GPUs, a "GPU" of the placement flags is one CPU process slot.
 
@@ -6,7 +6,7 @@ On hosts without GPUs, a "GPU" of the placement flags is one CPU process slot.
     colocated   [ trainer 0 … A-1 ]                            needs max(A, R)
                 [ engines 0 … R-1 ]
 
-A critic on GPUs of its own has the slots behind these.
+A critic on its own GPUs has the slots after these.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PlacementPlan:
         total: slots of the placement group.
         formula: the calculation of ``total``, for messages.
         num_external: external engines at the launch, which take no slots.
-        num_critic: ranks of a critic on GPUs of its own, in the last slots.
+        num_critic: ranks of a critic on its own GPUs, in the last slots.
     """
 
     num_train: int
@@ -81,7 +81,7 @@ class PlacementPlan:
             f"{cluster.actor_num_gpus_per_node}"
         )
         if not needs_engines(config):
-            if config.debug.debug_rollout_only:  # SFT samples are prepared, and nothing else
+            if config.debug.debug_rollout_only:  # only SFT samples are prepared
                 return PlacementPlan(
                     0, 0, per_engine, 0, 1, "no trainer and no engine: one slot, as Ray wants one"
                 )
@@ -104,7 +104,7 @@ class PlacementPlan:
         )
 
 
-#: How layers are spread over a certain number of pipeline stages.
+#: Settings that are valid only for a certain number of pipeline stages.
 _BY_STAGE = (
     "pipeline_model_parallel_layout",
     "num_layers_in_first_pipeline_stage",
@@ -116,8 +116,8 @@ _BY_STAGE = (
 
 
 def critic_placed(config: Config) -> Config:
-    """The configuration as the ranks of a critic on GPUs of its own see it: its GPUs and its layout
-    are in the place of the policy's."""
+    """The configuration for the ranks of a critic on its own GPUs: the critic's GPUs and parallel
+    sizes replace the policy's."""
     own = config.critic
     megatron = config.megatron
     if own.critic_pipeline_model_parallel_size != megatron.pipeline_model_parallel_size:
@@ -156,8 +156,8 @@ def joined_cluster(config: Config) -> str | None:
 
 
 def needs_engines(config: Config) -> bool:
-    """Return whether the run generates: not for SFT without evaluation, --debug-train-only or
-    rollouts that are loaded from dumps."""
+    """Return whether the run generates. It does not for SFT without evaluation, --debug-train-only
+    or rollouts loaded from dumps."""
     debug = config.debug
     if debug.debug_train_only or debug.load_debug_rollout_data:
         return False
@@ -169,7 +169,7 @@ def has_evaluation(config: Config) -> bool:
 
 
 def requests_in_flight(config: Config) -> int:
-    """Return how many requests all engines together get at once, at most."""
+    """Return the largest number of concurrent requests to all engines together."""
     if not needs_engines(config):
         return 0
     rollout = config.rollout

@@ -1,11 +1,11 @@
-"""Secrets are recognised here alone: by the name of a value, by its place in a text, or by its own
+"""The only place that recognises secrets: by the name of a value, its place in a text, or its
 shape.
 
     structures (config.json, W&B's config)          redacted(value, name)
     texts (logs, tracebacks, error messages)        redact_text(text)
     command lines                                   redact_argv(argv)
 
-Everything that writes goes through one of them. Names are judged by their words: ``judge_api_key``,
+Everything that slime writes passes one of them. The words of a name decide: ``judge_api_key``,
 ``apiKey``, ``X-Api-Key`` and ``HF_TOKEN`` are secret; ``label_key``, ``eos_token`` and
 ``max_tokens_per_gpu`` are not.
 """
@@ -31,7 +31,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-#: Last words of names whose values are secret, whatever they look like.
+#: Last words of a name that make any value secret.
 _STRONG = _words(
     """
     password passwd passphrase passcode secret secrets credential credentials pwd apikey apikeys
@@ -40,15 +40,15 @@ _STRONG = _words(
     """
 )
 _STRONG_ENDS = ("password", "passwd", "apikey", "secret")
-#: Before "key" and "keys": what locks or signs something. Other lower-case names of keys are judged
-#: by `_COLUMNS`.
+#: Words before "key" and "keys" in names of secrets. For other lower-case names `_COLUMNS`
+#: decides.
 _LOCKS = _words(
     """
     api access secret private auth signing encryption ssh license account shared wandb hf openai
     anthropic subscription master admin service deploy storage
     """
 )
-#: Before "key": what names a column, a field or a place.
+#: Words before "key" in names of columns, fields and places, which are not secret.
 _COLUMNS = _words(
     """
     input label metadata tool tools reward multimodal eval prompt answer question response target
@@ -60,7 +60,7 @@ _COLUMNS = _words(
     assistant session batch rollout turn teacher
     """
 )
-#: Before "token": those of a vocabulary, and counts of them.
+#: Words before "token" in names of vocabulary tokens and of token counts.
 _VOCABULARY = _words(
     """
     bos eos pad unk sep cls mask image video audio stop start end begin first last next new per
@@ -68,26 +68,25 @@ _VOCABULARY = _words(
     single one added input output time cost tool turn prompt response extra nul null
     """
 )
-#: Before "token" and "tokens": what lets someone in.
+#: Words before "token" and "tokens" in names of access tokens.
 _TICKETS = _words(
     """
     access auth api refresh bearer session security hf github gitlab slack id
     """
 )
-#: Before "pass", which is also a pass over data.
+#: Words before "pass" as a password; "pass" may also mean a pass over data.
 _LOGINS = _words(
     """
     db database smtp mail mysql pg redis ftp proxy http login admin user
     """
 )
 _DIRECTORIES = ("PWD", "OLDPWD")
-#: The grade of "key" alone, which may be anything.
+#: The grade of the bare name "key", which may mean anything.
 _BARE = -1
 
 
 def is_secret(name: str) -> bool:
-    """Whether a flag, a YAML key, an environment variable, a header or a field of this name holds a
-    secret.
+    """Whether the name of a flag, YAML key, environment variable, header or field means a secret.
 
     Example:
         >>> secrets = "--wandb-key", "HF_TOKEN", "judgeApiKey", "X-Api-Key", "db_password"
@@ -102,14 +101,14 @@ def is_secret(name: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _grade(name: str) -> int:
-    """2: secret whatever its value is; 1: if the value is a text that may be one; `_BARE`: if it is
-    random; 0: no."""
+    """2: any value is secret; 1: a text that may be a secret; `_BARE`: a text that looks random; 0:
+    not secret."""
     words = [word.lower() for word in _WORDS.findall(name)]
     if not words or name in _DIRECTORIES:
         return 0
     last = words[-1]
     before = words[-2] if len(words) > 1 else ""
-    # the half of AWS's that names the account
+    # AWS: the id that belongs to a secret access key
     if last == "id" and words[-3:-1] == ["access", "key"]:
         return 2
     if last in _STRONG or last.endswith(_STRONG_ENDS):
@@ -130,16 +129,16 @@ def _grade(name: str) -> int:
     return int(last == "auth" or last.endswith("token"))
 
 
-#: Files of keys and credentials are named in the clear.
+#: Paths of key and credential files are shown.
 _PATH = re.compile(r"(?:~|\.{0,2})/[\w./-]+\.\w{2,5}")
-#: What stands where a key would, and is none.
+#: Values in the place of a secret that are not secret.
 _NO_VALUES = frozenset(
     ("", "none", "null", "empty", "true", "false", "auto", "basic", "bearer", "token", "yes", "no")
 )
 
 
 def _hides(grade: int, value: Any) -> bool:
-    """Whether a leaf under a name of this grade is hidden."""
+    """Whether a value whose name has this grade is hidden."""
     if not grade or value is None or isinstance(value, bool):
         return False
     if not isinstance(value, str):
@@ -156,17 +155,17 @@ def _hides(grade: int, value: Any) -> bool:
 
 # -- texts -----------------------------------------------------------------------------------------
 
-#: Shorter values are words that stand in every log ("1", "true", "none").
+#: Characters; shorter values are words that occur in every log ("1", "true", "none").
 _LEAST = 6
-#: Of a secret of several lines, such as a private key.
+#: The same for a line of a multi-line secret, such as a private key.
 _LEAST_LINE = 16
 _PRIVATE_KEY = re.compile(
     r"(?P<before>-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----)(?P<secret>.{1,16000}?)"
     r"(?P<after>-----END [A-Z ]{0,30}PRIVATE KEY)",
     re.S,
 )
-#: What a key looks like by itself: those of the hub, W&B, OpenAI and the like, GitHub, AWS, Google,
-#: Slack, JWTs.
+#: Recognisable formats of keys: the hub, W&B, OpenAI and similar, GitHub, AWS, Google, Slack,
+#: JWTs.
 _SHAPES = re.compile(
     r"(?P<before>(?:hooks\.slack\.com/services/|discord(?:app)?\.com/api/webhooks/\d+/|"
     r"api\.telegram\.org/bot)?)"
@@ -177,7 +176,7 @@ _SHAPES = re.compile(
     r"test)_[A-Za-z0-9]{16,}"
     r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})|(?<![\w/.-])sk-(?=[\w-]{0,80}\d)[\w-]{12,})"
 )
-#: user:password@, :password@ and a long user, which is a token.
+#: user:password@, :password@, and a long user name, which is a token.
 _IN_URL = re.compile(
     r"(?P<before>\b[a-zA-Z][a-zA-Z0-9+.-]{1,20}://(?:[^/\s:@'\"]{0,200}:(?=[^/\s'\"]{1,400}@)|"
     r"(?=[^/\s:@'\"]{16,400}@)))"
@@ -195,11 +194,11 @@ _NAMED = re.compile(
 
 
 class _Hider:
-    """Replaces secrets, and keeps what they were.
+    """Replaces secrets, and collects them in ``found``.
 
     Args:
-        is_log: any value of a name that says so is hidden. In settings, where a mistake changes a
-            run that goes on, a text that only contains such a name must look random, too.
+        is_log: hide every value after a name of a secret. In settings, where a mistake would change
+            a resumed run, the value in a longer text must also look random.
     """
 
     def __init__(self, is_log: bool) -> None:
@@ -252,7 +251,7 @@ class _Hider:
             if isinstance(inner, dict | list):
                 shown = self.value(inner, flag)
                 return word if shown == inner else json.dumps(shown, ensure_ascii=False)
-            # written in another way: what its names are is not known
+            # not JSON, so the names in it are unknown
             if flag == "--train-env-vars":
                 self.found.add(word)
                 return HIDDEN
@@ -299,14 +298,14 @@ def _looks_random(value: str) -> bool:
     return len(value) >= 8 and any(c.isdigit() for c in value) and any(c.isalpha() for c in value)
 
 
-# -- what others call ------------------------------------------------------------------------------
+# -- public functions ------------------------------------------------------------------------------
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """A setting that can be written: dicts and lists are looked through at any depth.
+    """A setting with its secrets hidden, at any depth of dicts and lists.
 
     Args:
-        name: of the setting: a flag, a key, a variable.
+        name: the setting's name: a flag, a key, a variable.
 
     Example:
         >>> redacted({"api_key": "abc", "url": "https://me:pw@host/v1?sig=12ab", "key": "answer"})
@@ -316,7 +315,7 @@ def redacted(value: Any, name: str = "") -> Any:
 
 
 def redact_argv(argv: list[str]) -> list[str]:
-    """A command line that can be written.
+    """A command line with its secrets hidden.
 
     Example:
         >>> redact_argv(["train.py", "--wandb-key", "abc", "--wandb-key=abc", "--lr", "1"])
@@ -326,11 +325,11 @@ def redact_argv(argv: list[str]) -> list[str]:
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
-    """A text that can be written: secrets that this process knows (`remember`), what looks like
-    one, and what is called one are hidden.
+    """A text with its secrets hidden: those that this process knows (`remember`), and values that
+    have the format or the name of a secret.
 
     Args:
-        secrets: further values that must not be in it, wherever they stand.
+        secrets: further values to hide, wherever they occur.
 
     Example:
         >>> redact_text("WANDB_API_KEY=abcdef123456 python train.py")
@@ -358,15 +357,15 @@ _known: set[str] = set()
 
 
 def remember(*values: Any) -> None:
-    """Hide from now on, in every text of this process, what is secret in these settings and in the
-    environment."""
+    """Make `redact_text` hide the secrets of these settings and of the environment in every text of
+    this process."""
     for value in (*values, dict(os.environ)):
         _known.update(secrets_in(value))
 
 
 @lru_cache(maxsize=8)
 def _pattern(secrets: frozenset[str]) -> re.Pattern[str] | None:
-    """Every shape of these values; None where there is none. The longest come first."""
+    """A pattern of all spellings of these values, longest first; None if there are none."""
     shapes = {shape for value in secrets if len(value) >= _LEAST for shape in _shapes(value)}
     shapes.discard(HIDDEN)
     ordered = sorted(shapes, key=len, reverse=True)
@@ -374,8 +373,8 @@ def _pattern(secrets: frozenset[str]) -> re.Pattern[str] | None:
 
 
 def _shapes(secret: str) -> Iterable[str]:
-    """A secret as texts have it: plain, in JSON, as Python writes it, in a URL, and in the lines of
-    a longer text."""
+    """The spellings of a secret in texts: plain, in JSON, in a Python literal, in a URL, and each
+    line of a multi-line secret."""
     yield secret
     yield json.dumps(secret)[1:-1]
     yield json.dumps(secret, ensure_ascii=False)[1:-1]
@@ -385,7 +384,7 @@ def _shapes(secret: str) -> Iterable[str]:
 
 
 class Redacting:
-    """A text stream that hides secrets in what is written to it; all else is the stream's own."""
+    """A text stream that hides secrets in what is written to it; the rest is the stream's own."""
 
     def __init__(self, stream: Any, redact: Callable[[str], str] = redact_text) -> None:
         self._stream = stream

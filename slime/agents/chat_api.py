@@ -26,18 +26,18 @@ from slime.engines.request_fields import (
 from slime.prompts.chat_template import OWN_ARGUMENTS
 from slime.samples.types import SampleStatus
 
-#: They change what an answer looks like, and are not done here.
+#: These change the format of an answer.
 _UNSUPPORTED = (
     "functions", "function_call", "logprobs", "top_logprobs", "continue_final_message", "audio"
 )  # fmt: skip
 
 
 def read(body: dict[str, Any], session: AgentSession) -> Ask:
-    """Check a body. Fields that only advise (reasoning_effort, user, …) and other sampling
-    parameters are let through.
+    """Check and read a request body. Advisory fields (reasoning_effort, user, …) and other sampling
+    parameters are ignored.
 
     Raises:
-        BadRequest: anything that cannot be served.
+        BadRequest: the body asks for something that is not supported.
     """
     refuse_constraints(body)
     for name in _UNSUPPORTED:
@@ -94,7 +94,7 @@ def events(turn: Turn) -> Iterator[bytes]:
 
 
 def ping() -> bytes:
-    """Return a comment, which clients skip."""
+    """Return an SSE comment, which clients ignore."""
     return b": ping\n\n"
 
 
@@ -103,7 +103,7 @@ def error(message: str, kind: str, code: str | None, param: str | None) -> dict[
 
 
 def error_event(message: str) -> bytes:
-    """Return the event of a failure after the status was sent."""
+    """Return the event for a failure after the HTTP status was sent."""
     return event(error(message, "unavailable", None, None))
 
 

@@ -1,6 +1,6 @@
-"""One form for the requests of all protocols, and the way from messages to tokens and back.
+"""One form for the requests of all protocols; conversion of messages to tokens and back.
 
-A message has the one form of `slime.prompts.conversation`.
+Messages have the common form of `slime.prompts.conversation`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from slime.prompts.conversation import Messages, read_messages
 
 logger = get_logger(__name__)
 
-#: Tokens at the end of a prompt in which an opening mark of reasoning is looked for.
+#: Tokens at the end of a prompt that are searched for the start marker of reasoning.
 _TAIL = 8
 _FIELDS = (
     "role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "images"
@@ -43,16 +43,16 @@ _FIELDS = (
 
 @dataclass(frozen=True)
 class Ask:
-    """A request of a client.
+    """A client's request.
 
     Attributes:
-        messages: cleaned by `clean`.
-        tools: of OpenAI's form; None: none may be called.
-        max_tokens: of the answer; None: as many as the run allows.
-        stop: strings that end the answer, besides the run's own.
-        model: what the client calls the model; any name will do.
-        api: the protocol, for whoever looks at turns.
-        options: of the protocol, for its answer.
+        messages: the result of `clean`.
+        tools: in OpenAI's form; None: none may be called.
+        max_tokens: limit of the answer; None: the run's own.
+        stop: strings that end the answer, in addition to the run's.
+        model: the client's name for the model, which may be any text.
+        api: "chat", "responses" or "messages".
+        options: what the protocol's module needs to format the answer.
     """
 
     messages: Messages
@@ -71,9 +71,9 @@ class Reading:
     """An answer as a client sees it.
 
     Attributes:
-        reasoning: None where there was none.
-        calls: of OpenAI's form, with ids.
-        stop: the stop string that ended it, which is not in the text; "": none did.
+        reasoning: None if there was none.
+        calls: in OpenAI's form, with ids.
+        stop: the stop string that ended the answer, which is not in ``text``; "": none did.
     """
 
     text: str
@@ -82,7 +82,7 @@ class Reading:
     stop: str = ""
 
     def message(self) -> dict[str, Any]:
-        """Return the message that the client is to send back."""
+        """Return the message that a client sends back as history."""
         said: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.calls:
             said["tool_calls"] = list(self.calls)
@@ -90,10 +90,10 @@ class Reading:
 
 
 def clean(messages: Iterable[dict[str, Any]]) -> Messages:
-    """Read messages in the one form of `slime.prompts.conversation`; drop fields without a meaning.
+    """Convert messages to the common form of `slime.prompts.conversation`; drop unknown fields.
 
     Raises:
-        BadRequest: one that cannot be understood.
+        BadRequest: a message cannot be read.
     """
     with refused("messages"):
         read = read_messages(messages)
@@ -101,10 +101,10 @@ def clean(messages: Iterable[dict[str, Any]]) -> Messages:
 
 
 def only_functions(body: Mapping[str, Any], kinds: Collection[str | None]) -> list[dict[str, Any]]:
-    """Return the tools of a body that are functions; the model could not call any other.
+    """Return the function tools of a body; the model could not call any others.
 
     Args:
-        kinds: values of ``type`` that the protocol gives functions.
+        kinds: values of ``type`` that mean a function in the protocol.
     """
     tools = optional(body, "tools", LIST, [])
     own = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") in kinds]
@@ -114,12 +114,12 @@ def only_functions(body: Mapping[str, Any], kinds: Collection[str | None]) -> li
     return own
 
 
-# -- what is the same ------------------------------------------------------------------------------
+# -- comparison ------------------------------------------------------------------------------------
 
 
 def key_of(message: dict[str, Any], *, with_reasoning: bool = True) -> bytes:
-    """Return a key that is equal for messages that say the same. In the assistant's messages,
-    blanks at the ends, the way in which arguments are written, and ids do not count.
+    """Return a key that is equal for equivalent messages. For the assistant's messages it ignores
+    whitespace at both ends, the JSON formatting of arguments, and ids.
 
     Example:
         >>> key_of({"role": "assistant", "content": "4\\n"}) == key_of(
@@ -150,7 +150,7 @@ def _call_key(call: Any) -> list[Any]:
 
 
 def _whole_numbers(value: Any) -> Any:
-    """Turn 5.0 into 5, as clients in JavaScript, which know one kind of number, send it back."""
+    """Turn 5.0 into 5: JavaScript clients, which have one number type, send it back so."""
     if isinstance(value, dict):
         return {name: _whole_numbers(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -167,7 +167,7 @@ def call_ids(message: dict[str, Any]) -> list[Any]:
 
 
 def digest(before: bytes, key: bytes) -> bytes:
-    """Return the digest of a conversation, from that of everything before its last message."""
+    """Return the digest of a conversation from the digest without its last message."""
     return hashlib.blake2b(before + key, digest_size=16).digest()
 
 
@@ -175,12 +175,12 @@ def digest(before: bytes, key: bytes) -> bytes:
 
 
 class Speech:
-    """How one model speaks: chat template, calls of tools, reasoning. Made once for a model.
+    """A model's chat template, tool-call format and reasoning format. Made once per model.
 
     Args:
-        calls: how it writes calls of tools; None: they stay text.
-        end_tokens: that end an answer.
-        images: in messages; None: the model reads text alone.
+        calls: the tool-call format; None: calls stay text.
+        end_tokens: ids of tokens that end an answer.
+        images: reads images in messages; None: the model reads only text.
     Raises:
         UserError: the tokenizer has no chat template.
     """
@@ -217,11 +217,11 @@ class Speech:
         end_tokens: Collection[int],
         images: AgentImages | None = None,
     ) -> Speech:
-        """Read how a model speaks from its tokenizer.
+        """Read the formats of a model from its tokenizer.
 
         Args:
-            family: `slime.models.family_name`, which tells how it writes calls of tools where the
-                template does not.
+            family: `slime.models.family_name`, which decides the tool-call format if the template
+                does not.
         """
         found = getattr(tokenizer, "chat_template", None)
         template = "\n".join(found.values()) if isinstance(found, dict) else found
@@ -231,10 +231,10 @@ class Speech:
     # -- messages to tokens ------------------------------------------------------------------------
 
     def check_tools(self, tools: list[dict[str, Any]] | None) -> None:
-        """Check that the chat template shows tools.
+        """Check that the chat template renders tools.
 
         Raises:
-            BadRequest: the model would not see them.
+            BadRequest: there are tools, and the model would not see them.
         """
         if tools and not self._shows_tools:
             raise BadRequest(
@@ -242,7 +242,7 @@ class Speech:
             )
 
     def opening(self, ask: Ask, messages: Messages, *, to_past: bool = False) -> list[int]:
-        """Return the tokens of a conversation's beginning, up to where the assistant is to speak.
+        """Return the tokens of a conversation's beginning, up to the start of the answer.
 
         Raises:
             BadRequest: the chat template refuses the messages.
@@ -253,7 +253,7 @@ class Speech:
     def between(
         self, ask: Ask, before: list[int], messages: Messages, *, to_past: bool = False
     ) -> list[int]:
-        """Return the tokens from the end of an answer to where the assistant is to speak again.
+        """Return the tokens from the end of an answer to the start of the next answer.
 
         Args:
             before: the answer's tokens.
@@ -287,10 +287,10 @@ class Speech:
         tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
         return tokens if self.images is None else self.images.expand(tokens, messages)
 
-    # -- tokens to what is said --------------------------------------------------------------------
+    # -- tokens to messages ------------------------------------------------------------------------
 
     def opens_reasoning(self, prompt: Sequence[int]) -> bool:
-        """Whether what follows this prompt is reasoning already."""
+        """Whether the prompt ends inside reasoning, so that the answer begins with it."""
         if self.reasoning is None:
             return False
         return self.reasoning.opens(
@@ -304,7 +304,7 @@ class Speech:
 
         Args:
             opened: see `opens_reasoning`.
-            stop: strings that may have ended it.
+            stop: strings that may have ended the answer.
         """
         tools = tool_schemas(ask.tools or [])
         keep = self._thinks_in_special or bool(
@@ -333,7 +333,7 @@ class Speech:
         )
 
     def visible_part(self, tokens: list[int]) -> list[int]:
-        """Return the tokens of an answer behind its reasoning, without blanks before it."""
+        """Return the tokens of an answer after its reasoning, without leading whitespace."""
         if self.reasoning is None:
             return tokens
         low = 0  # fewest tokens in which the reasoning has ended

@@ -1,4 +1,4 @@
-"""An endpoint for each sample, for agents that only speak an API.
+"""An API endpoint for each sample, for agents that call a model API.
 
 async def generate(args, sample, sampling_params):
     async with agent_endpoint(args, sample, sampling_params) as endpoint:
@@ -34,23 +34,22 @@ _EVERYWHERE = ("0.0.0.0", "::")
 
 
 class AgentError(Exception):
-    """An agent got no answer of the model, so that there is nothing to train on; its sample
-    fails."""
+    """An agent got no answer from the model, so there is nothing to train on. The sample fails."""
 
 
 class RolloutEnds(Exception):
-    """The rollout ended while the agent was at work: its sample is put back and begun anew in the
-    next one."""
+    """The rollout ended while the agent was running. Its sample is put back, and restarted in the
+    next rollout."""
 
 
 class AgentEndpoint:
     """The endpoint of one sample, made by `agent_endpoint`.
 
     Attributes:
-        base_url: for clients of OpenAI, with "/v1".
-        anthropic_base_url: for clients of Anthropic's, without it.
-        api_key: the sample's own; both kinds of clients send it with every request.
-        environ: variables by which the clients in a subprocess or a container find all this.
+        base_url: for OpenAI clients, with "/v1".
+        anthropic_base_url: for Anthropic clients, without "/v1".
+        api_key: the sample's own key, which clients send with every request.
+        environ: variables that give URLs and key to clients in a subprocess or a container.
     """
 
     def __init__(self, session: AgentSession) -> None:
@@ -69,7 +68,7 @@ class AgentEndpoint:
 
     @property
     def port(self) -> int:
-        """Port of the process's server, which all of its endpoints share."""
+        """Port of the server that all endpoints of this process share."""
         assert self._server is not None, "the endpoint is used outside 'async with'"
         return self._server.port
 
@@ -86,8 +85,8 @@ class AgentEndpoint:
 
     @property
     def keyed_base_url(self) -> str:
-        """`base_url` with the key in its path, for clients that cannot be given a key. Clients log
-        their URLs."""
+        """`base_url` with the key in its path, for clients that cannot send a key. Clients may log
+        it."""
         return f"{self.anthropic_base_url}/key/{self.api_key}/v1"
 
     @property
@@ -95,8 +94,8 @@ class AgentEndpoint:
         return self.environ_for(self._host)
 
     def environ_for(self, host: str) -> dict[str, str]:
-        """`environ` for an agent that knows this host by another name, "host.docker.internal" for
-        one."""
+        """`environ` for an agent that reaches this host by another name, such as
+        "host.docker.internal"."""
         url = self._url(host)
         return {
             "OPENAI_BASE_URL": f"{url}/v1",
@@ -114,7 +113,7 @@ class AgentEndpoint:
         timeout: float | None = None,
         cwd: str | Path | None = None,
     ) -> Finished:
-        """Run an agent that is a program, with `environ` and what is given here besides; see
+        """Run an agent program with the variables of `environ` and those of the argument; see
         `slime.agents.programs.run_program`."""
         given = {**self.environ, **(environ or {})}
         self._finished = await run_program(command, given, timeout=timeout, cwd=cwd)
@@ -128,22 +127,21 @@ class AgentEndpoint:
         return list(self._session.tree.turns)
 
     def branches(self) -> list[Turn]:
-        """Return the last turn of every branch: a conversation that the client went on with, or
-        left."""
+        """Return the last turn of every branch. A branch is one version of the conversation."""
         return self._session.tree.branches()
 
     def samples(self, branches: Sequence[Turn] | None = None, reward: Any = None) -> list[Sample]:
         """Return the trajectory as samples, one for each branch.
 
         Args:
-            branches: those to train on; None: all. What several share is trained in the first of
-                them.
-            reward: of all of them; None: what the sample has, or else the reward function's.
+            branches: the branches to train on; None: all. Shared turns are trained in the first
+                branch that has them.
+            reward: for all samples; None: keep the sample's own, or call the reward function later.
         Raises:
-            AgentError: the agent has asked for nothing; says what it was refused, or how its
-                program ended.
+            AgentError: the agent got no answer; the message says why a request was refused, or how
+                the agent's program ended.
             RolloutEnds: the rollout ended before the agent did.
-            EngineError: an answer was lost with its engine.
+            EngineError: an engine failed during an answer.
         """
         session = self._session
         if session.was_cut:
@@ -187,7 +185,7 @@ class AgentEndpoint:
         return self
 
     async def _end_with_rollout(self, task: asyncio.Task[Any]) -> None:
-        """Cancel the agent when the rollout ends, as it may be in the middle of a long tool."""
+        """Cancel the agent when the rollout ends: it may be running a long tool."""
         await self._session.state.client.wait_for_abort()
         self._ended_by_rollout = True
         task.cancel()
@@ -207,7 +205,7 @@ class AgentEndpoint:
         )
         if self._ended_by_rollout:  # as `asyncio.timeout` does
             alone = self._task.uncancel() <= self._cancelled_before
-            # the block has ended by itself: the cancellation arrives here, and is ignored
+            # the block ended before the cancellation arrived: take the cancellation, and ignore it
             if alone and kind is None:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.sleep(0)
@@ -225,16 +223,17 @@ def agent_endpoint(
 ) -> AgentEndpoint:
     """Return an endpoint for one sample, to be used with ``async with`` in a generate function.
 
-    It speaks OpenAI's chat completions and responses and Anthropic's messages. Every answer is
-    generated by the rollout's engines and kept with its tokens, log-probs and weight versions.
+    It serves OpenAI's chat completions and responses and Anthropic's messages. The rollout's
+    engines generate every answer; its tokens, log-probs and weight versions are recorded.
 
     Args:
-        sampling_params: of the rollout; ``max_new_tokens`` is for one answer, the context limits of
-            the run for the whole conversation.
-        dropped_reasoning: what becomes of a conversation whose client leaves out what the model had
-            thought: "branch": the model does not see it any more, as without training, and a branch
-            begins; "continue": the answer stays as it was written.
-        max_turns: more requests are refused. One that the chat template refuses does not count.
+        sampling_params: of the rollout; ``max_new_tokens`` limits one answer, the run's context
+            limits apply to the whole conversation.
+        dropped_reasoning: if a client leaves the model's reasoning out of the history: "branch"
+            begins a branch in which the model does not see it, as at inference; "continue" keeps
+            the answer as it was generated.
+        max_turns: further requests are refused. Requests that the chat template refuses do not
+            count.
     Raises:
         UserError: called outside a rollout, or for a model without chat template.
     """
@@ -253,7 +252,7 @@ def _speech_of(
     end_tokens: frozenset[int],
     images: AgentImages | None,
 ) -> Speech:
-    """Read the chat template and the marks of a model, once."""
+    """Read the chat template and the markers of a model, once."""
     return Speech.of(tokenizer, family_name(model) if model else "", end_tokens, images)
 
 
@@ -265,7 +264,7 @@ def _images_of(state: GenerateState) -> AgentImages | None:
     )
 
 
-#: Made once for a run, as what its conversations share.
+#: Made once for a run and shared by its conversations.
 _agent_images = lru_cache(maxsize=4)(AgentImages)
 
 
@@ -278,8 +277,7 @@ def _address(state: GenerateState) -> str:
 
 
 def _reachable(listen: str, state: GenerateState) -> str:
-    """Return the address to tell agents; for a server on all addresses, the one on which the router
-    listens."""
+    """Return the address for agents; for a server on all addresses, the router's address."""
     if listen not in _EVERYWHERE:
         return listen
     router = urlsplit(state.client.base_url).hostname

@@ -1,7 +1,7 @@
-"""Images in requests of agents: kept in the run's folder, and put among the tokens.
+"""Images in requests of agents: stored in the run's folder, with placeholders among the tokens.
 
-A message in the one form of `slime.prompts.conversation` has a placeholder in its content for each
-of its images, whose references are under ``images``.
+A message in the common form of `slime.prompts.conversation` has a placeholder in its content for
+each of its images, and the references of the images under ``images``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class AgentImages:
     """The images of one run's agents.
 
     Args:
-        folder: of the run's media.
-        limit: most images of one conversation.
+        folder: the run's media folder.
+        limit: largest number of images in one conversation.
     """
 
     def __init__(self, prompts: ImagePrompts, tokenizer: Any, folder: str, limit: int) -> None:
@@ -35,9 +35,9 @@ class AgentImages:
 
         Args:
             read: reads the messages of the request, and collects images.
-            field: of the request, for errors.
+            field: the request's field, for errors.
         Raises:
-            BadRequest: an image that cannot be read, or text that is a placeholder itself.
+            BadRequest: an image cannot be read, or a text contains the placeholder.
         """
         parts = ImageParts(self._placeholder)
         messages = read(parts)
@@ -62,10 +62,10 @@ class AgentImages:
         ]
 
     def expand(self, tokens: list[int], messages: Messages) -> list[int]:
-        """Give the images of messages all of their placeholders.
+        """Expand the placeholder of each image to the image's number of tokens.
 
         Raises:
-            BadRequest: the chat template leaves some out.
+            BadRequest: the chat template drops some images.
         """
         try:
             return self.prompts.expand(tokens, images_in(messages), "this conversation")[0]

@@ -30,10 +30,10 @@ from slime.samples.types import SampleStatus
 
 
 def read(body: dict[str, Any], session: AgentSession) -> Ask:
-    """Check a body. Tools of Anthropic's own are left out, for the model could not call them.
+    """Check and read a request body. Anthropic's built-in tools are dropped.
 
     Raises:
-        BadRequest: anything that cannot be served.
+        BadRequest: the body asks for something that is not supported.
     """
     messages = required(body, "messages", LIST)
     if not messages:
@@ -146,7 +146,7 @@ def error(message: str, kind: str, code: str | None, param: str | None) -> dict[
 
 
 def error_event(message: str) -> bytes:
-    """Return the event of a failure after the status was sent."""
+    """Return the event for a failure after the HTTP status was sent."""
     return event(error(message, "unavailable", None, None), "error")
 
 

@@ -1,5 +1,4 @@
-"""Agents that are programs of their own: started, given a deadline, and ended with all that they
-have started."""
+"""Agent programs: start one, and end it and all processes it has started at the deadline."""
 
 from __future__ import annotations
 
@@ -22,14 +21,14 @@ from slime.log import get_logger
 
 logger = get_logger(__name__)
 
-#: Secrets of the run and of Ray: no agent needs them, and an agent may run code of a model.
+#: Secrets of the run and of Ray: no agent needs them, and it may run code that a model wrote.
 _WITHHELD = (VARIABLE, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-#: Bytes of output: a program that writes without end must not fill the memory of the rollout.
+#: Bytes of output that are read: endless output must not fill the memory of the rollout.
 _MOST_OUTPUT = 16 << 20
 _REAPER = Path(__file__).parents[1] / "sandbox" / "reaper.py"
 #: Variables of this process that the reaper gets: enough to start Python.
 _FOR_PYTHON = ("PATH", "LD_LIBRARY_PATH")
-#: Programs whose processes that were left behind were warned of.
+#: Programs for which a warning about left-over processes was logged.
 _leaves_behind: set[str] = set()
 
 
@@ -38,9 +37,9 @@ class Finished:
     """The outcome of a program.
 
     Attributes:
-        status: its exit status, the negative number of the signal that ended it, or None after its
+        status: the exit status, the negative number of the signal that ended it, or None after the
             deadline.
-        output: what it wrote, errors included; the last 16 MiB of it.
+        output: the last 16 MiB of stdout and stderr.
     """
 
     status: int | None
@@ -56,18 +55,18 @@ async def run_program(
 ) -> Finished:
     """Run a program to its end.
 
-    It is ended with all that it has started, in sessions of their own too: when the deadline has
-    passed, when the caller is cancelled, when this process dies, and in any case once the program
-    has ended. A small process between them sees to that (`slime/sandbox/reaper.py`); what had left
-    the program's process group is named in the log.
+    The program and all processes it has started, in other sessions too, are ended at the deadline,
+    when the caller is cancelled, when this process dies, and once the program has ended. A small
+    parent process ensures that (`slime/sandbox/reaper.py`). The log names processes that had left
+    the program's process group.
 
     Args:
-        environ: variables beside this process's own, without the keys of the run.
+        environ: variables added to this process's own, without the keys of the run.
         timeout: seconds; None: until the caller is cancelled, as at the end of a rollout.
     Raises:
-        OSError: it cannot be started.
+        OSError: the program cannot be started.
     """
-    # a pipe would be read until all that inherited it has ended
+    # a file, because a pipe stays open until every process that inherited it has ended
     with tempfile.TemporaryFile() as written:
         own = {name: value for name, value in os.environ.items() if name not in _WITHHELD}
         request = {
@@ -85,7 +84,7 @@ async def run_program(
 
 
 async def _run_under_reaper(request: dict[str, Any], timeout: float | None) -> dict[str, Any]:
-    """Return the reaper's report on a program; {} if it was ended before the program started."""
+    """Return the reaper's report on a program; {} if the reaper was ended before it started."""
     reaper = await asyncio.create_subprocess_exec(
         *(sys.executable, "-S", "-s", "-E", "-B", str(_REAPER)),
         stdin=subprocess.PIPE,
@@ -123,8 +122,8 @@ def _read_report(report: asyncio.Future[tuple[bytes, bytes]]) -> dict[str, Any]:
 
 
 def _name(program: str, left: list[str]) -> None:
-    """Log what a program had left behind. It is a warning once for each program, because all
-    samples of a run start the same one."""
+    """Log the processes that a program had left over. The first time for each program it is a
+    warning: all samples of a run start the same program."""
     if left:
         level = logging.INFO if program in _leaves_behind else logging.WARNING
         _leaves_behind.add(program)

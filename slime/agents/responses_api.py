@@ -36,11 +36,11 @@ _PREFIX = "resp_"
 
 
 def read(body: dict[str, Any], session: AgentSession) -> Ask:
-    """Check a body. What comes before ``previous_response_id`` is taken from that turn; tools that
-    are no functions are left out, for the model could not call them.
+    """Check and read a request body. The turn of ``previous_response_id`` gives the history; tools
+    that are not functions are dropped: the model could not call them.
 
     Raises:
-        BadRequest: anything that cannot be served.
+        BadRequest: the body asks for something that is not supported.
     """
     for name in _UNSUPPORTED:
         if not asks_for_nothing(body.get(name)):
@@ -75,8 +75,7 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
 
 
 def _history(previous: str, session: AgentSession) -> Messages:
-    """Return the messages up to the end of an earlier response; its instructions are not carried
-    over."""
+    """Return the messages up to the end of an earlier response, without its instructions."""
     if not previous:
         return []
     for turn in session.tree.turns:
@@ -99,8 +98,7 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _messages(items: list[Any], session: AgentSession) -> Messages:
-    """Read items as messages: reasoning, text and calls in a row are one message of the
-    assistant."""
+    """Read items as messages: consecutive reasoning, text and calls form one assistant message."""
     given = []
     for index, item in enumerate(items):
         if isinstance(item, dict) and (item.get("type") or "message") == "message":

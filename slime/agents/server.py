@@ -1,5 +1,5 @@
-"""The server of all agents' endpoints of a process: one port, and a key that tells which sample a
-request belongs to.
+"""The server of all agent endpoints of a process. It has one port; the key of a request says which
+sample the request belongs to.
 
 POST /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens    GET /v1/models
 key: "Authorization: Bearer …", "x-api-key: …", or in the path: /key/…/v1/…
@@ -46,7 +46,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class AgentServer:
-    """The server for all samples of an event loop; `shared_server` returns it."""
+    """The server for all samples of an event loop; use `shared_server` to get it."""
 
     def __init__(self) -> None:
         self._sessions: dict[bytes, tuple[str, AgentSession]] = {}
@@ -59,7 +59,7 @@ class AgentServer:
         """Listen; return the server itself.
 
         Raises:
-            UserError: the port is taken, or the address is not one of this host.
+            UserError: the port is in use, or the address does not belong to this host.
         """
         app = web.Application(
             middlewares=[self._errors, self._authenticated], client_max_size=_LARGEST_BODY
@@ -95,19 +95,19 @@ class AgentServer:
             await self._runner.cleanup()
 
     def open(self, session: AgentSession) -> str:
-        """Return a new key, with which requests belong to ``session``."""
+        """Return a new key for the requests of ``session``."""
         key = f"sk-slime-{secrets.token_urlsafe(32)}"
         self._sessions[_digest(key)] = (key, session)
         return key
 
     def shut(self, key: str) -> None:
-        """Forget a key, and end its requests."""
+        """Revoke a key, and end its requests."""
         _, session = self._sessions.pop(_digest(key))
         session.end()
 
     def _session_of(self, key: str) -> AgentSession | None:
-        """Find the session of a key by its digest. The comparison takes constant time, which tells
-        nothing about other keys."""
+        """Find the session of a key by its digest. The comparison takes constant time, so that it
+        does not reveal other keys."""
         known, session = self._sessions.get(_digest(key), ("", None))
         return (
             session if hmac.compare_digest(known.encode(), key.encode(errors="replace")) else None
@@ -127,14 +127,14 @@ class AgentServer:
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer every refusal in the shape of its protocol; an unforeseen exception becomes status
+        """Answer every refusal in the format of its protocol; any other exception becomes status
         500, with the traceback in the log."""
         try:
             return await handler(request)
         except BadRequest as error:
             self._tell(request, str(error))
             return _refused(request, str(error), 400, "invalid_request_error", None, error.field)
-        except web.RequestPayloadError as error:  # a body that is not encoded as it says
+        except web.RequestPayloadError as error:  # the body is not encoded as its header says
             return _refused(request, str(error), 400, "invalid_request_error")
         except UserError as error:
             self._tell(request, str(error))
@@ -160,7 +160,7 @@ class AgentServer:
             return _refused(request, f"{type(error).__name__}: {error}", 500, "api_error")
 
     def _tell(self, request: web.Request, message: str) -> None:
-        """Warn once of each refusal."""
+        """Log each distinct refusal once, at most a hundred."""
         if message not in self._said and len(self._said) < 100:
             self._said.add(message)
             logger.warning(
@@ -178,7 +178,7 @@ def _digest(key: str) -> bytes:
 
 
 def _answering(api: ModuleType) -> Handler:
-    """Make the handler of a protocol's generating route."""
+    """Make the handler of a protocol's generation route."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         session = request[_SESSION]
@@ -189,7 +189,7 @@ def _answering(api: ModuleType) -> Handler:
                 return _json(api.whole(await working))
             await asyncio.wait({working}, timeout=deadlines.ENDPOINT_STREAM_PING)
             if working.done():
-                working.result()  # a refusal still gets a status
+                working.result()  # a refusal can still set the HTTP status
             return await _stream(request, working, api)
         finally:
             working.cancel()
@@ -200,8 +200,8 @@ def _answering(api: ModuleType) -> Handler:
 async def _stream(
     request: web.Request, working: asyncio.Task[Turn], api: ModuleType
 ) -> web.StreamResponse:
-    """Send pings until the answer is complete, then all of its events. A client must not see twice
-    what an engine generates again after a push of weights or another engine's death."""
+    """Send pings until the answer is complete, then all of its events. Earlier events could reach a
+    client twice: after a weight update or an engine failure, text may be generated again."""
     response = web.StreamResponse(headers=EVENT_HEADERS)
     try:
         await response.prepare(request)
@@ -211,13 +211,13 @@ async def _stream(
         for event in _events(request, working, api):
             await response.write(event)
         await response.write_eof()
-    except ConnectionError:  # the client is gone, and its request is cancelled by the caller
+    except ConnectionError:  # the client has gone; the caller cancels its request
         pass
     return response
 
 
 def _events(request: web.Request, working: asyncio.Task[Turn], api: ModuleType) -> list[bytes]:
-    """Return the events of an answer, or of an error, as the status is sent already."""
+    """Return the events of an answer, or of an error: the HTTP status was already sent."""
     try:
         return list(api.events(working.result()))
     except (BadRequest, Refusal) as error:
@@ -267,8 +267,8 @@ _CARD = {
 
 
 async def _count_tokens(request: web.Request) -> web.Response:
-    """Count the tokens of a prompt, as Anthropic's clients ask before they compact it; nothing is
-    generated."""
+    """Count the tokens of a prompt without generating; Anthropic's clients ask before they compact
+    it."""
     session = request[_SESSION]
     ask = messages_api.read(await _body(request), session)
     return _json({"input_tokens": len(session.tree.find_place(session.with_kwargs(ask)).prompt)})
@@ -286,7 +286,7 @@ async def _models(request: web.Request) -> web.Response:
 
 
 async def _model(request: web.Request) -> web.Response:
-    """Describe the policy under any name."""
+    """Describe the policy; any model name is accepted."""
     return _json(_CARD | {"id": request.match_info["model"]})
 
 
@@ -298,7 +298,7 @@ _SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[AgentServer]
 
 
 async def shared_server(host: str, port: int) -> AgentServer:
-    """Return the server of this event loop, started by whoever needs it first.
+    """Return the server of this event loop; the first call starts it.
 
     Raises:
         UserError: it cannot listen there.

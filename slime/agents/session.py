@@ -1,4 +1,4 @@
-"""The agent of one sample: its requests become turns, generated as the rollout generates."""
+"""The agent of one sample: the rollout generates an answer, a turn, to each of its requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LARGEST_SEED = (1 << 31) - 1
 
 
 class Refusal(Exception):
-    """A request that gets no answer, and will get none if it is sent again.
+    """A request was refused, and a retry would be refused too.
 
     Attributes:
         status: the HTTP status.
@@ -42,19 +42,19 @@ class Refusal(Exception):
 
 
 class AgentSession:
-    """Turns of one sample.
+    """The turns of one sample.
 
     Args:
-        sample: as it was drawn; its index, session and trace go with every turn.
-        sampling_params: the rollout's. Of a client's own only a lower ``max_tokens`` and further
-            stop strings count: log-probs are of the run's distribution.
-        max_turns: more requests are refused. One that the chat template refuses does not count.
+        sample: as drawn from the data; every turn has its index, session and trace.
+        sampling_params: the rollout's. A client can only lower ``max_tokens`` and add stop strings,
+            so that log-probs belong to the run's distribution.
+        max_turns: see `slime.agents.endpoint.agent_endpoint`.
 
     Attributes:
         failure: an engine's error, which the agent got as status 503.
-        was_cut: a request was refused, or its answer cut short, because the rollout ends.
-        generation_seconds: in which a request was under way.
-        refused: why the last request was refused that was; "" if none was.
+        was_cut: a request was refused, or its answer cut short, because the rollout ended.
+        generation_seconds: time with at least one request in progress.
+        refused: reason of the last refusal; "" if there was none.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class AgentSession:
         self.refused = ""
         self._is_over = False
         self._started = 0
-        # of a request that the context had no room for, if none was answered since
+        # the request that did not fit into the context, if none was answered since
         self._full: TurnPosition | None = None
-        # the generate function's: its state, and its span of the trace
+        # of the generate function: the rollout's state, and the current trace span
         self._context = contextvars.copy_context()
         self._waiting: set[asyncio.Task[Any]] = set()
         self.generation_seconds = 0.0
@@ -88,19 +88,18 @@ class AgentSession:
 
     @property
     def images(self) -> AgentImages | None:
-        """Images in messages; None: the model reads text alone."""
+        """Reader of images in messages; None: the model reads only text."""
         return self.tree.speech.images
 
     def read_messages(
         self, read: Callable[[ImageParts | None], Messages], field: str = "messages"
     ) -> Messages:
-        """Read the messages of a request, with their images where the model sees some; see
+        """Read the messages of a request, and their images if the model reads images; see
         `AgentImages.read`."""
         return read(None) if self.images is None else self.images.read(read, field)
 
     def with_kwargs(self, ask: Ask) -> Ask:
-        """Add the run's arguments of the chat template to a request, where it brings none of its
-        own."""
+        """Add the run's chat-template arguments to a request; the request's own take precedence."""
         if not self._template_kwargs:
             return ask
         return dataclasses.replace(
@@ -112,12 +111,12 @@ class AgentSession:
 
         Raises:
             BadRequest: the chat template refuses it.
-            Refusal: the context is full, too many turns, the sample is done or has failed, the
-                rollout ends, or no engine answers.
+            Refusal: the context is full, the turns are used up, the sample is done or has failed,
+                the rollout ends, or no engine answers.
         """
         if self._is_over:  # the sample ended while the body arrived
             raise Refusal("this sample is done", 401, "authentication_error", "invalid_api_key")
-        # agents repeat a 503 some thirty times, but not a 400; no engine is asked again
+        # agents retry a 503 some thirty times, but not a 400; a retry would not reach an engine
         if self.failure is not None:
             raise Refusal(
                 f"this sample has failed: {self.failure}",
@@ -135,7 +134,7 @@ class AgentSession:
         ask = self.with_kwargs(ask)
         full_before = self._full
         place = self.tree.place(ask)
-        self._started += 1  # a request that the template refuses is no turn
+        self._started += 1  # after `place`, where the template may refuse the request
         sample = Sample(
             index=self.sample.index,
             group_index=self.sample.group_index,
@@ -158,7 +157,7 @@ class AgentSession:
             self._full = place
             said = f"the prompt is too long: {len(place.prompt)} tokens fill the context"
             raise Refusal(said, 400, "invalid_request_error", "context_length_exceeded")
-        # the agent has gone on with a shorter prompt; a refusal that came meanwhile still counts
+        # the agent continued with a shorter prompt; keep a refusal from during this request
         if self._full is full_before:
             self._full = None
         output = sample.tokens[sample.prompt_length :]
@@ -183,18 +182,18 @@ class AgentSession:
         own = params.get("stop") or []
         if stops := list(dict.fromkeys([*([own] if isinstance(own, str) else own), *ask.stop])):
             params["stop"] = stops
-        if params.get("sampling_seed") is not None:  # whoever asks the same twice wants two answers
+        if params.get("sampling_seed") is not None:  # equal requests get different answers
             params["sampling_seed"] = (params["sampling_seed"] + place.twin) & _LARGEST_SEED
         return params
 
     def cut_short(self, ends: Sequence[Turn]) -> Turn | None:
-        """Return the branch that the agent would have continued, had its last request not
-        been too long."""
+        """Return the branch that the agent would have continued if its last request had fitted into
+        the context."""
         if self._full is None:
             return None
         if self._full.parent in self.tree.branches():
             return self._full.parent if self._full.parent in ends else None
-        # it was rewritten: most likely of the last one
+        # the history was rewritten: most likely that of the last branch
         return max(ends, key=self.tree.turns.index, default=None)
 
     # -- time --------------------------------------------------------------------------------------
@@ -214,7 +213,7 @@ class AgentSession:
                 self.generation_seconds += time.monotonic() - self._since
 
     def end(self) -> None:
-        """Cancel the requests in progress and refuse new ones: nobody will read the answers."""
+        """Cancel the requests in progress and refuse new ones."""
         self._is_over = True
         for task in self._waiting:
             task.cancel()

@@ -4,11 +4,10 @@
                  └────► turn 3            branch 1: turns 0, 1, 3, of which 3 is trained
     turn 4                                branch 2: the client had compacted its history
 
-A turn follows another one when its prompt is that one's tokens, prompt and answer, and something
-behind them: what a client sends back is matched with what it was given, and goes on from there.
-What it has changed, or left out, is a branch, whose prompt is rendered anew, with the tokens of
-every answer that is still in it as they were sampled. So tokens of the model are never tokenised
-again, and each is trained once.
+A turn follows another turn if its prompt begins with the tokens of that turn's prompt and answer.
+The messages that a client sends back are matched with the answers that it received. If the client
+has changed or left out messages, a branch begins: its prompt is rendered again, but known answers
+keep their sampled tokens. So the model's tokens are never re-tokenised, and each is trained once.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from slime.samples.media import IMAGES
 from slime.samples.sampling_mask import mask_rows
 from slime.samples.types import PrefixCacheInfo, Sample, SampleStatus, SpecInfo
 
-#: What becomes of turns whose client left out what the model had thought.
+#: What happens if a client leaves the model's reasoning out of the history; see `TurnTree`.
 DroppedReasoning = Literal["branch", "continue"]
 
 
@@ -40,17 +39,17 @@ class Turn:
     """One answer of the model.
 
     Attributes:
-        parent: the turn that it follows; None: it begins a conversation.
-        lead: tokens before its answer, from the end of the parent's on; not of the model.
-        output, log_probs: the answer's tokens, the one that ended it included, and a log-prob for
+        parent: the turn before this one; None: this turn begins a conversation.
+        lead: prompt tokens between the parent's answer and this answer; not the model's.
+        output, log_probs: the answer's tokens, including the one that ended it, and the log-prob of
             each.
         weight_runs: [[first token, weight version], …] of the answer.
-        said: the texts between the parent's answer and this one.
-        sampling_mask: the tokens that each of the answer's was drawn from; None where the engine
-            was not asked (--use-sampling-mask).
-        length: tokens up to the answer's end, the parents' included.
-        images: references of those before its answer, the parents' included.
-        media: their places, as in ``Sample.multimodal_train_inputs``; None without any.
+        said: the texts between the parent's answer and this answer.
+        sampling_mask: for each token of the answer, the tokens it was sampled from; None without
+            --use-sampling-mask.
+        length: number of tokens up to the answer's end, including all earlier turns.
+        images: references of the images before the answer, including those of earlier turns.
+        media: their positions, as in ``Sample.multimodal_train_inputs``; None without images.
     """
 
     parent: Turn | None
@@ -86,7 +85,7 @@ class Turn:
         return turns[::-1]
 
     def tokens(self) -> list[int]:
-        """Return all tokens that the model has seen and said up to the end of this turn."""
+        """Return all tokens, prompts and answers, up to the end of this turn."""
         found: list[int] = []
         for turn in self.path():
             found += turn.lead
@@ -101,11 +100,11 @@ class TurnPosition:
     Attributes:
         parent, lead: as in `Turn`.
         prompt: all tokens before the answer.
-        history: digest of the conversation that was asked with.
-        twin: requests with the same history before it.
-        said: the texts in `lead`.
-        known: messages of the request that are the parent's conversation.
-        images: references of those in `prompt`.
+        history: digest of the request's conversation.
+        twin: number of earlier requests with the same history.
+        said: the texts in ``lead``.
+        known: number of the request's messages that the parent already has.
+        images: references of the images in ``prompt``.
     """
 
     parent: Turn | None
@@ -119,12 +118,12 @@ class TurnPosition:
 
 
 class TurnTree:
-    """The turns of one trajectory, each behind the one that it follows.
+    """The turns of one trajectory, linked by ``Turn.parent``.
 
     Args:
-        dropped_reasoning: "branch": what a client leaves out of its history is gone, as it would be
-            without training; "continue": an answer without its reasoning counts as the whole
-            answer.
+        dropped_reasoning: "branch": reasoning that a client leaves out of the history is not in the
+            next prompt, as at inference; "continue": an answer without its reasoning counts as the
+            whole answer.
 
     Attributes:
         turns: in the order in which they were answered.
@@ -142,7 +141,7 @@ class TurnTree:
     # -- from messages to tokens -------------------------------------------------------------------
 
     def place(self, ask: Ask) -> TurnPosition:
-        """Find the place of a request, and its tokens; it counts as asked.
+        """Find the place and the tokens of a request, and count it for ``TurnPosition.twin``.
 
         Raises:
             BadRequest: the chat template refuses the messages.
@@ -152,14 +151,14 @@ class TurnTree:
         return place
 
     def find_place(self, ask: Ask) -> TurnPosition:
-        """Do as `place`, for a request that is only counted, and not answered."""
+        """Do as `place` for a request that will not be answered; it is not counted."""
         self.speech.check_tools(ask.tools)
         history, parent, count = self._longest_known(ask)
         rest = ask.messages[count:]
         lead = self._tokens(ask, rest, parent)
         before = parent.tokens() if parent is not None else []
         images = images_in(ask.messages)
-        if parent is None:  # the client may have told the same in another way
+        if parent is None:  # the client may have written the same history differently
             before = max(
                 (
                     known
@@ -187,8 +186,8 @@ class TurnTree:
         return TurnPosition(parent, lead, before + lead, history, twin, said, count, images)
 
     def _longest_known(self, ask: Ask) -> tuple[bytes, Turn | None, int]:
-        """Digest of all messages; the last turn that they begin with, and how many of them that
-        are."""
+        """(digest of all messages, the turn of the last known answer among them, number of messages
+        up to that answer)."""
         history = digest(
             b"", orjson.dumps([ask.tools, ask.template_kwargs], option=orjson.OPT_SORT_KEYS)
         )
@@ -214,8 +213,8 @@ class TurnTree:
         return key_of(message, with_reasoning=self._with_reasoning)
 
     def _tokens(self, ask: Ask, messages: Messages, parent: Turn | None) -> list[int]:
-        """Return the tokens of messages up to where the assistant is to speak; those of known
-        answers as they were sampled."""
+        """Return the tokens of messages up to the start of the next answer; known answers keep
+        their sampled tokens."""
         ids: list[int] = []
         last = parent.output if parent is not None else None
         waiting: Messages = []
@@ -254,7 +253,7 @@ class TurnTree:
     # -- what was answered -------------------------------------------------------------------------
 
     def record(self, place: TurnPosition, ask: Ask, answer: Sample, reading: Reading) -> Turn:
-        """Note an answer.
+        """Add an answer to the tree.
 
         Args:
             answer: generated from ``place.prompt``, with nothing before it.
@@ -262,9 +261,9 @@ class TurnTree:
         parent = place.parent
         experts = answer.rollout_routed_experts
         if parent is not None and parent.routed_experts is not None and experts is not None:
-            # the experts that sampled a token count, not those of its prefill in a later request
+            # keep the experts that sampled a token, not those of its prefill in a later request
             experts = np.concatenate([parent.routed_experts, experts[len(parent.routed_experts) :]])
-        if parent is not None and place.known:  # one copy of the history, however often it was sent
+        if parent is not None and place.known:  # share one copy of the history
             history = [*parent.ask.messages, parent.reading.message(), *ask.messages[place.known :]]
             ask = dataclasses.replace(ask, messages=history)
         turn = Turn(
@@ -306,7 +305,7 @@ class TurnTree:
 
 
 def _beginning(turn: Turn, tokens: list[int]) -> list[int]:
-    """Return all tokens of a turn if ``tokens`` begin with them; else []."""
+    """Return all tokens up to a turn's end if ``tokens`` begin with them and go on; else []."""
     end = turn.length
     if end >= len(tokens) or tokens[end - len(turn.output) : end] != turn.output:
         return []
@@ -315,8 +314,8 @@ def _beginning(turn: Turn, tokens: list[int]) -> list[int]:
 
 
 def _meant(turns: list[Turn], message: dict[str, Any]) -> Turn:
-    """Choose among turns that said the same: the last one whose calls have the ids of the message,
-    or whose text is the same to the last blank; else the last one."""
+    """Choose among turns with equivalent answers: the latest whose calls have the message's ids,
+    then the latest with exactly the same text, then the latest."""
     ids = call_ids(message)
     content = message["content"]
 
@@ -330,14 +329,15 @@ def _meant(turns: list[Turn], message: dict[str, Any]) -> Turn:
 
 
 def samples_of(drawn: Sample, ends: Sequence[Turn], cut_short: Turn | None = None) -> list[Sample]:
-    """Make a sample for each branch, named by its last turn; turns that several share are trained
-    in the first of them.
+    """Make a sample for each branch. A turn that branches share is trained in the first of them.
 
-    The first is ``drawn`` itself; the others are copies without its trace. All have its reward, if
-    it has one.
+    The first sample is ``drawn`` itself; the others are copies without its trace. All have its
+    reward.
 
     Args:
-        cut_short: of ``ends`` the one that the context had no room to go on with; it is TRUNCATED.
+        ends: the last turn of each branch.
+        cut_short: the one of ``ends`` that did not fit into the context any more; its sample is
+            TRUNCATED.
     """
     samples = []
     trained = set[int]()
@@ -367,7 +367,7 @@ def samples_of(drawn: Sample, ends: Sequence[Turn], cut_short: Turn | None = Non
 
 
 def _fill(sample: Sample, path: list[Turn], trained: set[int]) -> None:
-    """Make ``sample`` the branch of these turns; those in ``trained`` get a loss mask of zeros."""
+    """Fill ``sample`` with these turns; those in ``trained`` get a loss mask of zeros."""
     reward = sample.reward
     sample.tokens = list(path[0].lead)
     sample.response_length = 0
@@ -390,7 +390,7 @@ def _fill(sample: Sample, path: list[Turn], trained: set[int]) -> None:
         if id(turn) in trained:
             assert sample.loss_mask is not None
             sample.loss_mask[-len(turn.output) :] = [0] * len(turn.output)
-        else:  # counters of requests: each counts once
+        else:  # counters of requests, each counted once
             sample.spec_info = _sum(sample.spec_info, turn.speculation)
             sample.prefix_cache_info = _sum(sample.prefix_cache_info, turn.cache)
         sample.weight_versions += turn.weight_versions
@@ -405,7 +405,7 @@ def _fill(sample: Sample, path: list[Turn], trained: set[int]) -> None:
 
 
 def _sum(one: Any, other: Any) -> Any:
-    """Add the counters of two records of a kind."""
+    """Add the counters of two records of the same type."""
     return type(one)(
         **{f.name: getattr(one, f.name) + getattr(other, f.name) for f in dataclasses.fields(one)}
     )

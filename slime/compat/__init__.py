@@ -1,3 +1,3 @@
-"""Functions that plugins of earlier versions import with another signature, sync in place of async,
-or outside of a run. Each calls our own code; `import_paths.toml` lists all names.
+"""Functions that plugins of earlier versions import: with another signature, sync instead of async,
+or without a run. Each calls slime's own code; `import_paths.toml` lists all names.
 """

@@ -1,8 +1,7 @@
-"""The accelerator of this process, under the reference system's names: CUDA where there is a GPU,
-else the CPU.
+"""The accelerator of this process, under the reference system's names: CUDA if there is a GPU, else
+the CPU.
 
-A CPU has no streams and no memory of its own: what waits for it returns at once, and its memory
-counts as 0 bytes.
+On a CPU, waiting for the device returns at once, and device memory counts as 0 bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def current_device() -> int | str:
 
 
 def device(index: Device = None) -> torch.device:
-    """A device by its number or name; without one, the current one."""
+    """A device by its number or name; by default the current device."""
     if isinstance(index, (str, torch.device)):
         return torch.device(index)
     if device_type() == "cpu":
@@ -44,24 +43,24 @@ def device_count() -> int:
 
 
 def set_device(index: Device) -> None:
-    """Make a GPU the current one; on a CPU there is nothing to choose."""
+    """Make a GPU the current device; does nothing on a CPU."""
     if torch.cuda.is_available() and index is not None:
         torch.cuda.set_device(index)
 
 
 def synchronize(device_arg: Device = None) -> None:
-    """Wait for the GPU."""
+    """Wait for all work of the GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize(device_arg)
 
 
 def empty_cache() -> None:
-    """Give unused blocks of GPU memory back."""
+    """Return unused cached blocks of GPU memory."""
     torch.cuda.empty_cache()
 
 
 def mem_get_info(device_arg: Device = None) -> tuple[int, int]:
-    """(free, all) bytes of the GPU."""
+    """(free, total) bytes of the GPU's memory."""
     return torch.cuda.mem_get_info(device_arg) if torch.cuda.is_available() else (0, 0)
 
 
@@ -71,7 +70,7 @@ def memory_allocated(device_arg: Device = None) -> int:
 
 
 def memory_reserved(device_arg: Device = None) -> int:
-    """Bytes of GPU memory that torch holds."""
+    """Bytes of GPU memory that torch's allocator has reserved."""
     return torch.cuda.memory_reserved(device_arg) if torch.cuda.is_available() else 0
 
 

@@ -1,4 +1,4 @@
-"""Helpers that plugins of earlier versions import: coroutines from sync code, filters and rollout
+"""Helpers that plugins of earlier versions import: coroutines in sync code, filters and rollout
 functions, ports, singletons."""
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class AsyncLoopThread:
         ).start()
 
     def run(self, coro: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result; not to be called on the loop itself."""
+        """The coroutine's result; deadlocks if called on the loop itself."""
         future = asyncio.run_coroutine_threadsafe(coro, self.loop)
-        return future.result()  # as long as the coroutine takes
+        return future.result()  # no timeout
 
 
 class _RunsLoop:
@@ -61,22 +61,22 @@ class _RunsLoop:
 
 @functools.cache
 def shared_loop() -> AsyncLoopThread:
-    """The event loop of this process where there is no run, and for sync functions that need one
-    beside the run's."""
+    """The event loop of a process without a run; in a run, a second loop for sync functions that
+    need one."""
     return AsyncLoopThread()
 
 
 def get_async_loop() -> AsyncLoopThread | _RunsLoop:
-    """The run's event loop, or one in a thread where there is no run."""
+    """The run's event loop; without a run, `shared_loop`."""
     return _RunsLoop() if is_in_run() else shared_loop()
 
 
 def run(coro: Coroutine[Any, Any, T]) -> T:
-    """A coroutine's result, from sync code: on the run's event loop, or on one in a thread where
-    there is no run.
+    """Run a coroutine from sync code and return its result: on the run's event loop, or without a
+    run on `shared_loop`.
 
     Raises:
-        UserError: called on the run's event loop itself, where waiting would never end.
+        UserError: called on the run's event loop itself, which would deadlock.
     """
     return get_async_loop().run(coro)
 
@@ -101,7 +101,7 @@ def call_rollout_fn(fn: Any, *args: Any, evaluation: bool, **kwargs: Any) -> Any
 
 
 class SingletonMeta(type):
-    """Metaclass of classes with one instance per process, whatever later calls pass."""
+    """Metaclass of classes with one instance per process; later arguments are ignored."""
 
     _instances: ClassVar[dict[type, Any]] = {}
 
@@ -113,18 +113,18 @@ class SingletonMeta(type):
 
 # -- hosts -----------------------------------------------------------------------------------------
 
-#: An address that is nobody's (RFC 5737).
+#: An address that no host has (RFC 5737).
 _ELSEWHERE = ("192.0.2.1", 9)
-#: The ports that this process was given, until it ends.
+#: Ports reserved for this process until it ends.
 _held: list[PortReservation] = []
 
 
 def init_http_client(args: Any) -> None:
-    """Do nothing: `post` and `get` find the run's client, and make one where there is no run."""
+    """Do nothing: `post` and `get` use the run's client, or make one without a run."""
 
 
 def is_port_available(port: int) -> bool:
-    """Whether nobody listens on a port of this host, nor has reserved it
+    """Whether a port of this host is neither in use nor reserved
     (`slime.processes.host.reserve_port`)."""
     try:
         reserve_port(port=port).release()
@@ -134,8 +134,8 @@ def is_port_available(port: int) -> bool:
 
 
 def find_available_port(base_port: int) -> int:
-    """A port of this host that stays reserved while this process lives. ``base_port`` is not
-    needed: it is drawn."""
+    """Reserve a random free port of this host until this process ends. ``base_port`` is
+    ignored."""
     _held.append(reserve_port())
     return _held[-1].port
 
@@ -149,8 +149,8 @@ def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
 
 
 def get_current_node_ip() -> str:
-    """Return the address from which this host reaches others, without sending a packet; that of
-    the loopback if it reaches none."""
+    """Return this host's address for outgoing connections, without sending a packet; the loopback
+    address if there is no route."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         asked.connect(_ELSEWHERE)
         return str(asked.getsockname()[0])
@@ -163,10 +163,10 @@ def get_host_info() -> tuple[str, str]:
 
 
 def exec_command(cmd: str, capture_output: bool = False) -> str | None:
-    """Run a line of bash, as long as it takes; what it wrote, if that is captured.
+    """Run a line of bash without a timeout; return its output if ``capture_output``, else None.
 
     Raises:
-        subprocess.CalledProcessError: it failed.
+        subprocess.CalledProcessError: the command failed.
     """
     logger.info("runs: %s", cmd)
     done = subprocess.run(["bash", "-c", cmd], check=True, text=True, capture_output=capture_output)

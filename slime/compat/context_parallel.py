@@ -1,8 +1,8 @@
 """Context parallelism under the reference system's names.
 
-There a function of the user's sees a rank's part of each sample, and gathers and slices it. Here
-log-probs are gathered before any such function is called, so it sees whole samples on every rank,
-and both are the identity.
+In the reference system a user's function sees a rank's part of each sample, and gathers and slices
+it. Here log-probs are gathered before the function is called. It sees whole samples on every rank,
+so gathering and slicing return their input.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) 
     """The values of a whole response, [response_length, …]: ``tensor`` itself.
 
     Raises:
-        UserError: they are not of the whole response.
+        UserError: the length is not ``response_length``.
     """
     _check_whole(tensor, response_length)
     return tensor
@@ -36,7 +36,7 @@ def slice_log_prob_with_cp(
     """This rank's part of a response's values, a list or tensor: all of them.
 
     Raises:
-        UserError: they are not of the whole response.
+        UserError: the length is not ``response_length``.
     """
     _check_whole(log_prob, response_length)
     return log_prob
@@ -50,9 +50,9 @@ def get_sum_of_sample_mean(
     qkv_format: str = "thd",
     max_seq_lens: list[int] | None = None,
 ) -> Callable[[Tensor], Tensor]:
-    """A function of one value per response token [sum of ``response_lengths``]: the sum over
-    samples of the mean over their trained tokens, or with ``calculate_per_token_loss`` the sum over
-    trained tokens."""
+    """Return a reduction of values [sum of ``response_lengths``], one per response token, to the
+    sum over samples of the mean over trained tokens, or with ``calculate_per_token_loss`` to the
+    sum over trained tokens."""
 
     def total(values: Tensor) -> Tensor:
         parts = values.split(response_lengths, dim=0)

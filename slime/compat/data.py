@@ -24,10 +24,10 @@ from slime.samples.types import Sample
 
 
 def read_file(path: str) -> Iterator[dict[str, Any]]:
-    """The rows of a file, which may carry a slice ``@[start:stop]``.
+    """The rows of a file; ``path`` may end with a slice ``@[start:stop]``.
 
     Raises:
-        UserError: no such file, or a row that cannot be read.
+        UserError: the file is missing, or a row cannot be read.
     """
     return (row for _, row in iter_rows(path))
 
@@ -35,8 +35,8 @@ def read_file(path: str) -> Iterator[dict[str, Any]]:
 def filter_long_prompt(
     origin_samples: list[Sample], tokenizer: Any, processor: Any, max_length: int | None
 ) -> list[Sample]:
-    """Keep samples of at most ``max_length`` tokens, in their order; all without a limit. Messages
-    that no template has made text of are kept: they have no length yet."""
+    """Keep samples of at most ``max_length`` tokens, in their order; None: keep all. Messages that
+    no template has rendered yet are kept, because their length is unknown."""
     if max_length is None:
         return origin_samples
 
@@ -50,11 +50,11 @@ class Dataset:
     """All prompts of a file, as samples without indices.
 
     Args:
-        max_length: most tokens of a prompt; longer ones are left out.
-        processor, multimodal_keys: of images and other media; none are read in this version.
+        max_length: largest number of tokens of a prompt; longer prompts are skipped.
+        processor, multimodal_keys: for images and other media, which are not supported here.
 
     Attributes:
-        origin_samples: in the order of the file; samples: in that of `shuffle`.
+        origin_samples: in the order of the file; samples: in the order of `shuffle`.
     Raises:
         UserError: rows that cannot be used, or ``multimodal_keys``.
     """
@@ -95,7 +95,7 @@ class Dataset:
         self.epoch_id = -1
 
     def shuffle(self, new_epoch_id: int) -> None:
-        """Into the order of an epoch, which follows from the seed and its number."""
+        """Put the samples into the order of an epoch, which the seed and its number determine."""
         order = permutation(len(self.origin_samples), self.seed, new_epoch_id)
         self.samples = [self.origin_samples[position] for position in order]
         self.epoch_id = new_epoch_id
@@ -114,8 +114,8 @@ def load_tokenizer(name_or_path: str, chat_template_path: str | None = None, **k
     """The tokenizer of a local model directory.
 
     Args:
-        chat_template_path: a file with the template to use instead of its own.
-        kwargs: for transformers, over ``local_files_only=True``.
+        chat_template_path: a file with a template that replaces the tokenizer's own.
+        kwargs: for transformers; they override ``local_files_only=True``.
     Raises:
         UserError: as `slime.prompts.tokenizer.load_tokenizer`.
     """
@@ -127,11 +127,11 @@ def load_tokenizer(name_or_path: str, chat_template_path: str | None = None, **k
 
 
 def load_processor(name_or_path: str, **kwargs: Any) -> None:
-    """None, as for a model of text: samples are text in this version."""
+    """None: processors of images and other media are not supported here."""
 
 
 def get_response_lengths(loss_masks: list[list[int]]) -> list[int]:
-    """Tokens from the first trained one on, of each mask over a whole conversation."""
+    """For each mask over a whole conversation, the number of tokens from the first trained one."""
     return [len(mask) - mask.index(1) if 1 in mask else 0 for mask in loss_masks]
 
 
@@ -139,7 +139,7 @@ class MultiTurnLossMaskGenerator:
     """Tokens of a conversation, and which of them are an assistant's.
 
     Args:
-        tokenizer_type: not needed: the chat template itself tells where a turn begins and ends.
+        tokenizer_type: ignored: the chat template determines where a turn begins and ends.
     """
 
     def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
@@ -153,8 +153,8 @@ class MultiTurnLossMaskGenerator:
         not trained.
 
         Raises:
-            UserError: no assistant message, or a template whose turns cannot be told, or that
-                rewrites earlier turns.
+            UserError: there is no assistant message, or the template's turns cannot be located, or
+                it rewrites earlier turns.
         """
         sequences = SftEncoding(self.tokenizer).encode(messages, tools=tools).sequences
         if len(sequences) > 1:
@@ -186,7 +186,7 @@ class MultiTurnLossMaskGenerator:
 # -- evaluation sets -------------------------------------------------------------------------------
 
 
-#: Flags that a set takes what it leaves out from.
+#: Flags that give the default values of a set.
 _EVALUATION = (
     "eval_input_key",
     "eval_label_key",
@@ -214,11 +214,11 @@ _EVALUATION = (
 
 
 class EvalDatasetConfig(EvalDataset):
-    """`slime.rollout.eval_datasets.EvalDataset` from a name, a path and some of the others: what is
-    left out comes from the run's flags, or from their defaults where there is no run.
+    """`slime.rollout.eval_datasets.EvalDataset` from a name, a path and any other fields. Missing
+    fields come from the run's flags, or without a run from the flags' defaults.
 
     Raises:
-        UserError: a key that there is not, or a number that makes no sense.
+        UserError: a key is unknown, or a number is invalid.
     """
 
     def __init__(self, name: str, path: str, *, args: Any = None, **values: Any) -> None:
@@ -237,7 +237,7 @@ def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
     """The entries of ``datasets``, a list of maps or a map from names to maps, each with its name.
 
     Raises:
-        ValueError: an entry without a name.
+        ValueError: an entry has no name.
     """
     if isinstance(config, dict):
         return [{"name": name, **(entry or {})} for name, entry in config.items()]
@@ -250,5 +250,5 @@ def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
 def build_eval_dataset_configs(
     args: Any, raw_config: list[dict[str, Any]], defaults: dict[str, Any]
 ) -> list[EvalDatasetConfig]:
-    """A set of each entry; what it leaves out comes from ``defaults``, then from ``args``."""
+    """A set for each entry; missing fields come from ``defaults``, then from ``args``."""
     return [EvalDatasetConfig(**{**(defaults or {}), **entry}, args=args) for entry in raw_config]

@@ -1,8 +1,8 @@
-"""On-policy distillation: a teacher's log-probs of what the student sampled.
+"""On-policy distillation: a teacher's log-probs of the tokens that the student sampled.
 
 ``--custom-rm-path slime.rollout.on_policy_distillation.reward_func`` with ``--rm-url`` fills
-``teacher_log_probs`` of each sample, which ``--use-opd`` reads. New runs need no reward function
-for that: ``--opd-teacher-urls``.
+``teacher_log_probs`` of each sample, which ``--use-opd`` reads. New runs use ``--opd-teacher-urls``
+instead, without a reward function.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from slime.samples.types import Sample
 
 
 async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
-    """0, after the teacher at ``args.rm_url`` (``…/generate`` of an engine) has scored the sample's
-    tokens.
+    """Have the teacher at ``args.rm_url`` (``…/generate`` of an engine) score the sample's tokens;
+    return 0.
 
     Raises:
         UserError: the teacher's answer has no log-prob for each token.
-        EngineError: no answer.
+        EngineError: the teacher does not answer.
     """
     params = {"temperature": 0, "max_new_tokens": 0, "skip_special_tokens": False}
     body = {
@@ -45,7 +45,7 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
 def post_process_rewards(
     args: Any, samples: list[Sample], **kwargs: Any
 ) -> tuple[list[float], list[float]]:
-    """Rewards of 0: what is learnt comes from the teacher's log-probs, which `reward_func` has
-    filled in."""
+    """Rewards of 0: the training signal is the teacher's log-probs, which `reward_func` has
+    stored."""
     zeros = [0.0] * len(samples)
     return zeros, list(zeros)

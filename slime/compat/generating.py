@@ -1,5 +1,4 @@
-"""Generation as rollout functions of earlier versions do it: the state they share, tasks, abort,
-evaluation."""
+"""Generation with the interface of earlier versions: shared state, tasks, abort, evaluation."""
 
 from __future__ import annotations
 
@@ -24,21 +23,21 @@ Tasks = set[asyncio.Task[Any]]
 
 
 class PluginGenerateState:
-    """``PluginGenerateState(args)``: one object per run, for all functions of plugins, which may
+    """``PluginGenerateState(args)``: one object per run, shared by all plugin functions, which may
     set attributes on it.
 
-    Without a run, as in a plugin's own unit tests, it is made of ``args``
-    (`slime.compat.without_run`).
+    Without a run, as in a plugin's own unit tests, ``PluginGenerateState(args)`` is a
+    `slime.compat.without_run.LoneState`.
 
-    What it has not itself is that of the rollout under way
-    (`slime.rollout.generate.GenerateState`): ``tokenizer``, ``processor``, ``semaphore``,
-    ``sampling_params`` (which may be changed, for the rollouts to come, too), ``args``.
+    Other attributes are those of the current rollout's `slime.rollout.generate.GenerateState`:
+    ``tokenizer``, ``processor``, ``semaphore``, ``args``, and ``sampling_params``, whose changes
+    also apply to later rollouts.
 
     Attributes:
         pendings: tasks of `submit_generate_tasks`.
-        remaining_batch_size: groups that were submitted, less those that the plugin has taken off.
-        aborted: set by `abort` until `reset`; then groups come back as they are.
-        dp_rank: always 0; engines choose among their data-parallel ranks themselves.
+        remaining_batch_size: number of submitted groups; the plugin subtracts the finished ones.
+        aborted: True from `abort` until `reset`; groups are then returned unchanged.
+        dp_rank: always 0; an engine chooses its data-parallel rank itself.
     """
 
     pendings: set[asyncio.Task[Any]]
@@ -77,7 +76,7 @@ class PluginGenerateState:
         yield self.dp_rank
 
     def submit_generate_tasks(self, samples: list[list[Sample]]) -> None:
-        """A task for each group, through what ``generate_and_rm_group`` is at this time."""
+        """Start a task per group, through the current ``generate_and_rm_group``."""
         old = importlib.import_module("slime.rollout.sglang_rollout")
         for group in samples:
             params = dict(self.sampling_params)
@@ -88,12 +87,12 @@ class PluginGenerateState:
         self.remaining_batch_size += len(samples)
 
 
-#: The last state without a run, and the args that it was made of.
+#: The last state without a run, and the args that it was made from.
 _lone: list[tuple[Any, without_run.LoneState]] = []
 
 
 def _lone_state(args: Any) -> without_run.LoneState:
-    """One per namespace of flags, as long as the next one is not asked for."""
+    """Return the state for ``args``; only the last one is cached."""
     if not _lone or _lone[0][0] is not args:
         _lone[:] = [(args, without_run.LoneState(args))]
     return _lone[0][1]
@@ -101,7 +100,7 @@ def _lone_state(args: Any) -> without_run.LoneState:
 
 @on_the_runs_loop
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """`slime.rollout.generate.generate`; without a run a single request."""
+    """`slime.rollout.generate.generate`; without a run, `without_run.generate`."""
     answer = own.generate if own.is_in_run() else without_run.generate
     return await answer(args, sample, sampling_params)
 
@@ -110,7 +109,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 async def generate_and_rm(
     args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """`slime.rollout.plugin_api.generate_and_rm`, or what it does without a run."""
+    """`slime.rollout.plugin_api.generate_and_rm`, or its version in `without_run`."""
     work = plugin_api.generate_and_rm if own.is_in_run() else without_run.generate_and_rm
     return await work(args, sample, sampling_params, evaluation=evaluation)
 
@@ -119,7 +118,7 @@ async def generate_and_rm(
 async def generate_and_rm_group(
     args: Any, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> list[Any]:
-    """`slime.rollout.plugin_api.generate_and_rm_group`, or what it does without a run."""
+    """`slime.rollout.plugin_api.generate_and_rm_group`, or its version in `without_run`."""
     work = (
         plugin_api.generate_and_rm_group if own.is_in_run() else without_run.generate_and_rm_group
     )
@@ -127,13 +126,13 @@ async def generate_and_rm_group(
 
 
 async def abort(args: Any, rollout_id: int) -> list[list[Sample]]:
-    """End the requests of this rollout and the tasks of
-    `PluginGenerateState.submit_generate_tasks`; until `PluginGenerateState.reset` groups come back
-    as they are.
+    """Abort the requests of this rollout and the tasks of
+    `PluginGenerateState.submit_generate_tasks`. Until `PluginGenerateState.reset`, groups are
+    returned unchanged.
 
     Returns:
-        With ``--partial-rollout`` the groups under way, with ``metadata["start_rollout_id"]``; else
-        [].
+        With ``--partial-rollout`` the unfinished groups, with ``metadata["start_rollout_id"]``;
+        else [].
     Raises:
         EngineError: engines do not stop within the deadline.
     """
@@ -152,11 +151,11 @@ async def abort(args: Any, rollout_id: int) -> list[list[Sample]]:
 
 @on_the_runs_loop
 async def _stop_engines(tasks: Tasks, home: asyncio.AbstractEventLoop) -> Tasks:
-    """End all requests, and then, while nothing new is sent, have the tasks end on ``home``, their
-    event loop."""
+    """Abort all requests and block new ones until the tasks have ended on ``home``, their event
+    loop."""
     client = own.current_state().client
     with client.abort_scope():
-        # tasks that have just been created see the abort before anything is sent
+        # let new tasks start: they see the abort before they send a request
         await asyncio.sleep(0)
         await client.abort_all(deadlines.DYNAMIC_SAMPLING_ABORT)
         if home is asyncio.get_running_loop():
@@ -188,8 +187,8 @@ def _leaves(value: Sample | list[Any]) -> list[Sample]:
 
 @on_the_runs_loop
 async def apply_rollout_sample_hooks(args: Any, value: Any, **kwargs: Any) -> Any:
-    """The functions of ``--rollout-sample-hook-path`` on a sample, or on every sample of a list of
-    lists."""
+    """Apply the functions of ``--rollout-sample-hook-path`` to a sample, or to every sample of
+    nested lists."""
     if isinstance(value, list):
         return [await apply_rollout_sample_hooks(args, item, **kwargs) for item in value]
     for path in getattr(args, "rollout_sample_hook_path", None) or ():
@@ -202,10 +201,10 @@ async def apply_rollout_sample_hooks(args: Any, value: Any, **kwargs: Any) -> An
 
 
 class _Drawing(DataSource):
-    """The source behind ``get_samples``, or that function alone.
+    """A data source made from a ``get_samples`` function or bound method.
 
     Attributes:
-        given_back: groups for which there is no source to take them.
+        given_back: groups that were put back, which only the caller can return to its source.
     """
 
     def __init__(self, get_samples: Callable[[int], list[list[Sample]]]) -> None:
@@ -236,8 +235,8 @@ async def generate_rollout_async(
     """The built-in rollout with prompts of ``data_source``, a source or its ``get_samples``.
 
     Returns:
-        Its output, and the groups that are to be given back to the source; [] where it was given:
-        it has them.
+        (output, groups that the caller must put back into the source). The groups are [] if
+        ``data_source`` is a source: it already has them.
     """
     source = data_source if isinstance(data_source, DataSource) else _Drawing(data_source)
     output = await current_loop().generate_built_in(rollout_id, own.current_state(), source)

@@ -1,19 +1,18 @@
-"""Import paths of existing slime plugins → where the same things live here.
+"""Import paths of plugins of earlier versions → the paths of the same objects here.
 
     slime.utils.types.Sample                     is  slime.samples.types.Sample
     slime.rollout.sglang_rollout.GenerateState   is  slime.compat.generating.PluginGenerateState
 
-Where a hook of a run imports an old path (`slime.user_code.overrides.old_plugin`), responses keep
-their special tokens and labels their type, unless a flag says otherwise.
+If a hook of a run imports an old path (`slime.user_code.overrides.old_plugin`), responses keep
+their special tokens and labels keep their type, unless a flag says otherwise.
 
 The old modules do not exist as files. `install`, called when `slime` is imported, adds a finder to
-`sys.meta_path` that makes them up from `import_paths.toml`, one name at a time: importing an old
-path costs nothing until a name of it is used. Names with another signature are in `slime.compat`,
-which calls our own code.
+`sys.meta_path` that creates them from `import_paths.toml`. A name is imported when it is first
+used, so importing an old module is cheap. Functions with another signature are in `slime.compat`.
 
-Names are looked up when they are called, as there: a plugin that puts a function of its own in
-place of one of `REPLACEABLE` has it called by the run (`slime.user_code.overrides`). A name that
-has no counterpart is an ImportError that says what to use (`NO_COUNTERPART`).
+A plugin may replace a function of `REPLACEABLE` in an old module: the run then calls the plugin's
+function (`slime.user_code.overrides`). A name without a counterpart raises an ImportError that says
+what to use instead (`NO_COUNTERPART`).
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ from slime.documentation import doc_url, with_doc_urls
 from slime.user_code.overrides import Part, register_old_modules, set_override
 
 _TABLE = tomllib.loads(Path(__file__).with_name("import_paths.toml").read_text(encoding="utf-8"))
-#: Old module → name in it → "module:name" here. Packages stand for themselves with an empty table.
+#: Old module → name in it → "module:name" here. Old packages have an empty table.
 OLD_MODULES: dict[str, dict[str, str]] = _TABLE["modules"]
-#: "Module:name", or a module with all that is in it, that has no counterpart → what to use instead.
+#: "Module:name", or a whole module, that has no counterpart → what to use instead.
 NO_COUNTERPART: dict[str, str] = {
     path: with_doc_urls(row["use"]) for row in _TABLE["no_counterpart"] for path in row["imports"]
 }
 
-#: Further names of our own modules, which stand for what is below them, too → the module.
+#: Other name of one of slime's modules or packages → the module; submodules are included.
 ALIASES: dict[str, str] = _TABLE["aliases"]
 
 _HUB = "slime.rollout.rm_hub"
 _ROLLOUT = "slime.rollout.sglang_rollout"
-#: Old names that a plugin may replace for the whole run → the part of the run that looks there.
-#: What replaces another name is called by those who import it only.
+#: Old name that a plugin may replace for the whole run → the part of the run that it replaces.
+#: A replacement of any other name affects only code that imports it from the old module.
 REPLACEABLE: dict[str, Part] = {
     f"{_ROLLOUT}:generate": "generate",
     f"{_ROLLOUT}:generate_and_rm": "generate_and_reward",
@@ -73,13 +72,13 @@ def _target(old: str) -> str:
     return OLD_MODULES[module][name]
 
 
-#: The same by what the old name stands for here, so that it may be replaced in any old module that
-#: has it.
+#: The same by the target of the old name, so that it may be replaced in any old module that has
+#: it.
 _PART_OF: dict[str, Part] = {_target(old): part for old, part in REPLACEABLE.items()}
 
 
 class _OldModule(ModuleType):
-    """A module whose names are looked up in the table when they are first used."""
+    """An old module: names are imported from `OLD_MODULES` when they are first used."""
 
     def __getattr__(self, name: str) -> Any:
         names = OLD_MODULES[self.__name__]
@@ -131,15 +130,15 @@ def _note_replacement(path: str, target: str, value: Any) -> None:
 
 
 def _alias_of(fullname: str) -> str | None:
-    """The module that another name stands for; None where it is no such name."""
+    """The module that an alias means; None if the name is not an alias."""
     for alias, module in ALIASES.items():
         if fullname == alias or fullname.startswith(alias + "."):
             return module + fullname.removeprefix(alias)
     return None
 
 
-#: Packages that are here for old paths alone, so that whatever else is asked of them is an old
-#: path, too.
+#: Packages that exist only as old paths, so that an unknown module in them is an old path,
+#: too.
 _OLD_PACKAGES = ("slime.utils.", "slime.observability.", "slime.backends.", "slime.rollout.rm_hub.")
 
 
@@ -150,8 +149,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if not fullname.startswith("slime."):
             return None
         if reason := NO_COUNTERPART.get(fullname):
-            # without a name: with its own, "from package import module" would drop it for "cannot
-            # import name"
+            # without ``name=``: with it, "from package import module" would replace the message by
+            # "cannot import name"
             raise ModuleNotFoundError(
                 f"{fullname} has no counterpart in this version; use: {reason}"
             )
@@ -175,7 +174,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         if spec.name not in OLD_MODULES:
-            return None  # an alias: `exec_module` puts the module itself in its place
+            return None  # an alias: `exec_module` replaces it by the module itself
         return _OldModule(spec.name, f"Names of earlier slime versions; see {__name__}.")
 
     def exec_module(self, module: ModuleType) -> None:
@@ -183,15 +182,15 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             sys.modules[module.__name__] = importlib.import_module(target)
 
     def get_code(self, fullname: str) -> CodeType:
-        """Return what ``python -m`` of an alias runs."""
+        """Return the code that ``python -m`` runs for an alias."""
         target = _alias_of(fullname)
         source = f"import runpy; runpy.run_module({target!r}, run_name='__main__')"
         return compile(source, fullname, "exec")
 
 
 def install() -> None:
-    """Make the old paths importable. Calling it again changes nothing."""
+    """Make the old paths importable. A second call has no effect."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        # in front: below an alias of a package, the finder of files would load its modules twice
+        # first: in an alias of a package, the file finder would load its modules a second time
         sys.meta_path.insert(0, _Finder())
         register_old_modules(OLD_MODULES)

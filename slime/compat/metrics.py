@@ -1,4 +1,4 @@
-"""Metrics as log functions of plugins compute and log them."""
+"""Functions that plugins' log functions use to compute and log metrics."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ logger = get_logger(__name__)
 
 
 def log(args: Any, metrics: Mapping[str, Any], step_key: str) -> None:
-    """Add metrics to those of the rollout or evaluation that calls this; they are logged with its
-    step.
+    """Add metrics to those of the current rollout or evaluation; they are logged with its step.
 
-    Values that are not numbers are left out, and everything is where no rollout runs (in trainers,
-    say). Both give a warning.
+    Values that are not numbers are dropped with a warning. So are all metrics if no rollout is
+    running in this process, for example in trainers.
 
     Args:
-        step_key: the one that holds the caller's own step, which is not needed.
+        step_key: the key of the caller's own step, which is ignored.
     """
     numbers = {}
     others = []
@@ -45,7 +44,7 @@ def log(args: Any, metrics: Mapping[str, Any], step_key: str) -> None:
 
 
 def compute_rollout_step(args: Any, rollout_id: int) -> int:
-    """The step that a rollout is logged with: its id, for all metrics share one axis."""
+    """The step of a rollout's metrics: its id, because all metrics share one axis."""
     return rollout_id
 
 
@@ -72,10 +71,10 @@ def compute_pass_rate(
     num_groups: int | None = None,
     group_ids: Sequence[Any] | None = None,
 ) -> dict[str, float]:
-    """``pass@k`` for powers of two up to the group's size; nothing for groups of one.
+    """``pass@k`` for powers of two up to the group's size; {} for groups of one.
 
     Args:
-        flat_rewards: group by group, unless ``group_ids`` says which group each is of.
+        flat_rewards: group after group, unless ``group_ids`` gives the group of each reward.
 
     >>> compute_pass_rate([1, 0, 0, 0], 2)
     {'pass@1': 0.25, 'pass@2': 0.5}

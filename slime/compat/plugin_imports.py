@@ -1,8 +1,7 @@
 """Check the imports of slime in a plugin's source before launch.
 
-An import inside a function fails only when the function is called: in the first training step, an
-hour into a run. All imports of the file are looked up, and those of the plugin's other files that
-it imports.
+An import inside a function fails only when the function is called, perhaps an hour into a run. The
+check covers all imports of the file, and of the plugin's other files that it imports.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _GUARDS = ("ImportError", "ModuleNotFoundError", "Exception", "BaseException")
 
 @dataclass(frozen=True)
 class MissingImport:
-    """An import that will fail: where it is, what it asks for, and what to use instead."""
+    """An import that will fail: its place, the imported name, and what to use instead."""
 
     file: Path
     line: int
@@ -33,7 +32,7 @@ class MissingImport:
 
 
 def check_plugin_imports(files: list[Path]) -> None:
-    """Refuse plugins that import what is not there.
+    """Refuse plugins whose imports of slime would fail.
 
     Raises:
         UserError: names every such import with its file and line.
@@ -52,8 +51,8 @@ def check_plugin_imports(files: list[Path]) -> None:
 
 
 def missing_imports(file: Path) -> list[MissingImport]:
-    """The imports of slime in a Python file, and in the files beside it that it imports, that will
-    fail."""
+    """The failing imports of slime in a Python file, and in the files that it imports from its
+    folder."""
     found: list[MissingImport] = []
     waiting = [file.resolve()]
     seen = set[Path]()
@@ -95,7 +94,7 @@ def _catches_imports(handler: ast.ExceptHandler) -> bool:
 
 
 def _unavailable(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
-    """(import path, reason) of what the statement cannot import of slime."""
+    """(import path, reason) for each name of slime that the statement cannot import."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             if alias.name.split(".")[0] == "slime" and (reason := _why_no_module(alias.name)):
@@ -127,8 +126,8 @@ def _why_no_module(name: str) -> str:
 
 
 def _files_of(node: ast.Import | ast.ImportFrom, importer: Path) -> Iterator[Path]:
-    """The source files of the modules that a statement of ``importer`` imports, slime's own
-    excepted."""
+    """The source files of the modules that a statement in ``importer`` imports, except slime's
+    own."""
     names = [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
         if node.level or not node.module:

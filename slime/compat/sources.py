@@ -1,4 +1,4 @@
-"""Data sources that plugins name by --data-source-path, or derive theirs from."""
+"""Data sources that plugins name in --data-source-path, or use as base classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime.prompts.source import BUILT_FROM, PromptSource, max_prompt_tokens
 from slime.prompts.tokenizer import load_tokenizer
 from slime.samples.types import Sample
 
-#: Flags that matter to a source where there is no run.
+#: Flags that a source reads without a run.
 _FLAGS = (
     "prompt_data",
     "input_key",
@@ -38,14 +38,13 @@ class RolloutDataSource(PromptSource):
     """`PromptSource` built as ``cls(args)``.
 
     Attributes:
-        args: what it was built from.
-        metadata: the plugin's own; kept in checkpoints.
-        epoch_id, sample_offset: where the next prompt stands in the data; may be set.
-        sample_group_index, sample_index: of the next draw; may be set, by a class that makes its
-            groups itself.
+        args: the constructor's argument.
+        metadata: the plugin's own; saved in checkpoints.
+        epoch_id, sample_offset: position of the next prompt in the data; may be set.
+        sample_group_index, sample_index: indices of the next draw; a class that makes its groups
+            itself may set them.
     Raises:
-        UserError: where there is no run, and ``args`` name no model whose tokenizer could read the
-            data.
+        UserError: there is no run, and ``args`` name data but no model for its tokenizer.
     """
 
     def __init__(self, args: Any) -> None:
@@ -72,7 +71,7 @@ class RolloutDataSource(PromptSource):
 
     @functools.cached_property
     def dataset(self) -> Dataset | None:
-        """All prompts, read when they are first asked for; None without a data set."""
+        """All prompts, read at the first access; None without a data set."""
         data = self._config.data
         if self._order is None or data.prompt_data is None:
             return None
@@ -140,7 +139,7 @@ class RolloutDataSource(PromptSource):
         super().load_state_dict(state)
         self.metadata = state.get("metadata", {})
         self._own_index = state.get("sample_index")
-        # the class makes its groups itself: it counts on, and none is drawn again
+        # the class makes its groups itself: it continues counting, and no group is drawn again
         if self._own_index is not None:
             self._next = self._low = state.get("sample_group_index", self._next)
             self._done.clear()
@@ -153,10 +152,10 @@ class RolloutDataSource(PromptSource):
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
-    """A `RolloutDataSource` whose buffer, the groups that were put back, plugins can read and set.
+    """A `RolloutDataSource` whose ``buffer``, the groups that were put back, may be set.
 
     Attributes:
-        buffer_filter: what chooses from it; may be set.
+        buffer_filter: the function that chooses groups from the buffer; may be set.
     """
 
     @property

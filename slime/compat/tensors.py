@@ -1,5 +1,5 @@
-"""Functions of tensors under their earlier signatures, for one rank without context parallelism,
-and the schedule of micro-batches."""
+"""Losses, advantages and the micro-batch schedule under their earlier signatures, for one rank
+without context parallelism."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def compute_approx_kl(
     kl_loss_type: str,
     importance_ratio: Tensor | None = None,
 ) -> Tensor:
-    """`slime.algorithms.kl.kl_estimate`, of the same shape; weighted by the ratio where one is
-    given."""
+    """`slime.algorithms.kl.kl_estimate`, of the same shape; weighted by ``importance_ratio`` if it
+    is given."""
     log_ratio = None if importance_ratio is None else importance_ratio.log()
     return kl_estimate(log_probs.float(), log_probs_base.float(), kl_loss_type, log_ratio)
 
@@ -47,7 +47,7 @@ def compute_policy_loss(
     eps_clip_high: float,
     eps_clip_c: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, clipped) of each token; ``ppo_kl`` [T] is the old log-prob less the current one."""
+    """(loss, clipped), each [T]; ``ppo_kl`` [T] is the old minus the current log-prob."""
     inputs = _inputs(
         -ppo_kl, torch.zeros_like(ppo_kl), advantages, eps_clip, eps_clip_high, eps_clip_c
     )
@@ -58,7 +58,7 @@ def compute_policy_loss(
 def compute_cispo_loss(
     ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """(loss, clipped) of each token; the gradient is that of ``log_probs`` alone."""
+    """(loss, clipped), each [T]; the gradient flows only through ``log_probs``."""
     old = (log_probs + ppo_kl).detach()
     loss = cispo_loss(_inputs(log_probs, old, advantages, eps_clip, eps_clip_high))
     return loss.loss, loss.clipped
@@ -84,8 +84,8 @@ def compute_gspo_kl(
     local_log_probs: list[Tensor],
     loss_masks: list[Tensor],
 ) -> Tensor:
-    """[T]: the mean of old less current log-prob over a sample's trained tokens, for each of its
-    local ones."""
+    """[T]: for each local token, the mean of old minus current log-prob over its sample's trained
+    tokens."""
     means = [
         sequence_mean(old - new, mask.to(new), _length(new))
         for new, old, mask in zip(full_log_probs, full_old_log_probs, loss_masks)
@@ -100,7 +100,7 @@ def compute_opsm_mask(
     advantages: list[Tensor],
     loss_masks: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """([T] mask by ``args.opsm_delta``, number of samples that it takes out)."""
+    """([T] mask by ``args.opsm_delta``, number of samples that it removes)."""
     masks = [
         off_policy_sequence_mask(new, old, advantage, mask.to(new), _length(new), args.opsm_delta)
         for new, old, advantage, mask in zip(
@@ -120,7 +120,7 @@ def _length(tensor: Tensor) -> Tensor:
 
 
 def get_grpo_returns(rewards: Sequence[float] | Tensor, kl: list[Tensor]) -> list[Tensor]:
-    """The reward of each sample for each of its tokens."""
+    """The reward of each sample, repeated for each of its tokens."""
     return estimates.grpo(AdvantageInputs(_numbers(rewards), kl, []))[0]
 
 
@@ -133,7 +133,7 @@ def get_reinforce_plus_plus_returns(
     kl_coef: float,
     gamma: float,
 ) -> list[Tensor]:
-    """Discounted returns of REINFORCE++; lengths are those of the tensors."""
+    """Discounted returns of REINFORCE++; the two arguments with lengths are ignored."""
     return estimates.reinforce_plus_plus(
         AdvantageInputs(_numbers(rewards), kl, loss_masks, kl_coef, gamma)
     )[0]
@@ -142,7 +142,7 @@ def get_reinforce_plus_plus_returns(
 def get_reinforce_plus_plus_baseline_advantages(
     rewards: Sequence[float] | Tensor, kl: list[Tensor], loss_masks: list[Tensor], kl_coef: float
 ) -> list[Tensor]:
-    """Rewards, less their group's mean already, less the KL penalty of each token."""
+    """Rewards, already centred by group, minus the KL penalty of each token."""
     return estimates.reinforce_plus_plus_baseline(
         AdvantageInputs(_numbers(rewards), kl, loss_masks, kl_coef)
     )[0]
@@ -155,22 +155,22 @@ def _numbers(rewards: Sequence[float] | Tensor) -> list[float]:
 def _generalised(
     rewards: Tensor, values: Tensor, gamma: float, lambd: float
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [L] of GAE (arXiv:1506.02438): what is discounted by γλ are the errors
-    of the values."""
+    """Advantages and returns [L] of GAE (arXiv:1506.02438): temporal differences, discounted by
+    γλ."""
     errors = temporal_differences(rewards, values, gamma)
     advantages = discounted_returns(errors, gamma * lambd)
     return advantages, advantages + values
 
 
 def chunked_discounted_returns(rewards: Tensor, discount: float, chunk_size: int = 128) -> Tensor:
-    """Returns [B, T] of rewards [B, T]; they are computed in chunks of a fixed size anyway."""
+    """Returns [B, T] of rewards [B, T]; ``chunk_size`` is ignored: it is fixed."""
     return torch.stack([discounted_returns(row, discount) for row in rewards])
 
 
 def vanilla_gae(
     rewards: Tensor, values: Tensor, gamma: float, lambd: float
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns), each [B, T] as ``rewards`` and ``values``."""
+    """(advantages, returns), each [B, T] like ``rewards`` and ``values``."""
     rows = [_generalised(*row, gamma, lambd) for row in zip(rewards, values)]
     return torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows])
 
@@ -178,7 +178,7 @@ def vanilla_gae(
 def chunked_gae(
     rewards: Tensor, values: Tensor, gamma: float, lambd: float, chunk_size: int = 128
 ) -> tuple[Tensor, Tensor]:
-    """Return what `vanilla_gae` does, which is computed in chunks of a fixed size anyway."""
+    """Return the result of `vanilla_gae`; ``chunk_size`` is ignored: it is fixed."""
     return vanilla_gae(rewards, values, gamma, lambd)
 
 
@@ -217,11 +217,11 @@ def build_dp_schedule(
     global_batch_size: int,
     rollout_indices: list[int],
 ) -> tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]:
-    """`slime.samples.packing.plan_steps`: of each data-parallel rank the positions of its samples,
-    and its micro-batches, which point into them; micro-batches per rank and trajectories of each
-    step.
+    """Run `slime.samples.packing.plan_steps`; return (sample positions of each data-parallel rank,
+    each rank's micro-batches as indices into them, micro-batches per rank of each step,
+    trajectories of each step).
 
-    No sample is left out: trajectories that do not fill a step are spread over the others.
+    No sample is dropped: trajectories that do not fill a step are spread over the others.
     """
     stages = train_parallel_config.get("vpp_size") or 1
     multiple = train_parallel_config.get("microbatch_group_size_per_vp_stage") or 1

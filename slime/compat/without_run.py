@@ -1,7 +1,6 @@
-"""The reference system's generate functions where no run is under way, so that plugin authors can
-unit-test theirs.
+"""The reference system's generate functions without a run, for unit tests of plugins.
 
-Names are looked up in ``slime.rollout.sglang_rollout`` when they are called: a test may put its own
+Names are looked up in ``slime.rollout.sglang_rollout`` at each call: a test may replace
 ``GenerateState``, ``generate``, ``post``, ``async_rm`` or ``batched_async_rm`` there.
 """
 
@@ -23,13 +22,12 @@ _OLD = "slime.rollout.sglang_rollout"
 
 
 class LoneState:
-    """Stands for ``GenerateState(args)`` where there is no run. It is made of ``args``, a namespace
-    with some of the flags.
+    """``GenerateState(args)`` without a run; ``args`` is a namespace with some of the flags.
 
     Attributes:
         tokenizer: of ``args.hf_checkpoint``; None without it.
-        semaphore: of as many requests as the engines of ``args`` take at once.
-        sampling_params: of training rollouts.
+        semaphore: limits concurrent requests to what the engines of ``args`` accept.
+        sampling_params: for training rollouts.
         pendings, remaining_batch_size, aborted: for the plugin's own bookkeeping; see `reset`.
     """
 
@@ -71,15 +69,15 @@ def _flag(args: Any, name: str) -> Any:
 
 
 def token_ids(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text without special ones, by a tokenizer that has ``encode`` or can be
-    called, or both."""
+    """The tokens of a text without added special tokens; the tokenizer has ``encode`` or is
+    callable."""
     if hasattr(tokenizer, "encode"):
         return list(tokenizer.encode(text, add_special_tokens=False))
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """One request to the router of ``args``, and its answer in the sample."""
+    """Send one request to the router of ``args``, and append the answer to the sample."""
     old = importlib.import_module(_OLD)
     state = old.GenerateState(args)
     if not sample.tokens:
@@ -111,8 +109,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 async def generate_and_rm(
     args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """One sample through generate function, sample hooks and reward; a list where it fanned out.
-    With ``group_rm`` in ``args`` it comes back without a reward."""
+    """Generate one sample, and apply sample hooks and reward; a list if the generate function
+    fanned out. With ``group_rm`` in ``args`` no reward is computed."""
     old = importlib.import_module(_OLD)
     state = old.GenerateState(args)
     async with state.semaphore:
@@ -150,7 +148,7 @@ async def _generated(
 async def generate_and_rm_group(
     args: Any, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> list[Any]:
-    """The samples of one group, at the same time; with ``group_rm`` in ``args`` scored together."""
+    """Generate a group's samples concurrently; with ``args.group_rm`` score them together."""
     old = importlib.import_module(_OLD)
     if old.GenerateState(args).aborted:
         return group

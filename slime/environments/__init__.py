@@ -1,6 +1,6 @@
-"""Adapters to environments of others: tasks of Harbor's format, verifiers' tasksets, servers of
+"""Adapters to environment frameworks: tasks in Harbor's format, tasksets of verifiers, servers of
 OpenEnv.
 
-Each is a class whose ``generate`` is a generate function; docs/environments.md says how they are
-used. Packages that not everybody has are imported when they are needed.
+Each is a class whose method ``generate`` is a generate function; docs/environments.md says how to
+use them. Optional packages are imported when they are needed.
 """

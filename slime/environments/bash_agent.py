@@ -1,5 +1,5 @@
-"""The simplest agent that works in a box: bash that the model writes is run, and it is shown what
-came of it."""
+"""The simplest agent: it runs the bash code that the model writes, and shows the model its
+output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOW = (
     "\nWrite one block of ```bash at a time; you are shown its output. When you are done, write "
     "no block."
 )
-#: Ends of a conversation that are no failures: no room, no turns.
+#: Error codes that end a conversation without a failure: the context or the turns are used up.
 _NO_MORE = ("context_length_exceeded", "max_turns")
 _BLOCK = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)
 
@@ -29,7 +29,7 @@ class Workplace(Protocol):
     async def run(self, command: Sequence[str]) -> Ran: ...
 
 
-#: Works with the model of the endpoint until it is done.
+#: Solves the task of a `Workplace` with the endpoint's model.
 Agent = Callable[[AgentEndpoint, Any], Awaitable[None]]
 
 
@@ -47,8 +47,7 @@ async def bash_agent(endpoint: AgentEndpoint, box: Workplace) -> None:
             if response.status == 503 or (
                 response.status != 200 and said["error"]["code"] in _NO_MORE
             ):
-                # what there is, is scored; where an engine or the rollout ended it, the endpoint
-                # says so
+                # the work so far is scored; after a 503, `AgentEndpoint.samples` raises the cause
                 return
             if response.status != 200:
                 raise AgentError(f"the model was not asked: {said['error']['message']}")

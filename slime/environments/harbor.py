@@ -1,5 +1,5 @@
-"""Tasks of Harbor's format, without Harbor and without containers: an agent works in a sandbox, the
-task's tests score.
+"""Tasks in Harbor's format, without Harbor and containers: an agent works in a sandbox, and the
+task's tests compute the reward.
 
     tasks = HarborTasks()
     generate = tasks.generate           # --custom-generate-function-path my_file.py:generate
@@ -8,7 +8,7 @@ task's tests score.
     task.toml  instruction.md  environment/  tests/test.sh
         ──► /logs/verifier/reward.json, or reward.txt
 
-docs/environments.md says which tasks need more than that.
+docs/environments.md says which tasks need a container.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class RunningTask:
     """A task in progress; `run` runs the agent's commands.
 
     Attributes:
-        task: its folder.
-        config: its task.toml.
-        instruction: what the agent is told.
-        workdir: where commands are run; only what is written there stays until the tests.
+        task: the task's folder.
+        config: content of task.toml.
+        instruction: the agent's prompt.
+        workdir: working directory of commands; only files in it are kept until the tests.
     """
 
     def __init__(self, task: Path, place: Path, runner: Any) -> None:
@@ -53,7 +53,7 @@ class RunningTask:
         lines = dockerfile_lines(task)
         self._refuse_what_needs_more(lines)
         workdirs = [words for word, words in lines if word == "WORKDIR"]
-        # a relative one is below the one before it
+        # a relative path continues the one before
         workdir = posixpath.join("/", *workdirs) if workdirs else "/app"
         self.workdir = posixpath.normpath(
             str(self._section("environment").get("workdir") or workdir)
@@ -100,7 +100,7 @@ class RunningTask:
             )
 
     async def run(self, command: Sequence[str], *, seconds: float | None = None) -> Ran:
-        """Run a command in the task's folder; it ends with all that it started."""
+        """Run a command in ``workdir``; its child processes end with it."""
         limits = replace(self._runner.limits, seconds=seconds or self._runner.limits.seconds)
         asked: dict[str, Any] = {
             "folders": self._folders,
@@ -110,8 +110,8 @@ class RunningTask:
         return await self._runner.run(command, **asked, limits=limits)
 
     async def score(self, reward_key: str) -> tuple[float, dict[str, Any]]:
-        """Run the task's tests and return their score and all their values; 0 if they give none.
-        Tests and their folder of logs are copied after the agent has ended, so it never sees
+        """Run the task's tests; return (reward, all values that they wrote), with reward 0 if they
+        wrote none. Tests and log folder are copied after the agent has ended, so it never sees
         them."""
         shutil.copytree(self.task / "tests", self._place / "tests")
         logs = self._place / "logs"
@@ -136,14 +136,14 @@ class RunningTask:
 
 
 class HarborTasks:
-    """Tasks of Harbor's format, whose folders the rows name.
+    """Tasks in Harbor's format; each data row names the folder of its task.
 
     Args:
-        agent: solves a task with the model of the endpoint and commands in the box.
-        runner: runs its commands, and the tests: a `Sandbox`, or what has its ``limits`` and its
-            ``run``.
-        max_turns: of the model, for one task.
-        reward_key: which value of a reward.json is trained on, where there are several.
+        agent: solves a task with the endpoint's model and `RunningTask.run`.
+        runner: runs the agent's commands and the tests: a `Sandbox`, or an object with the same
+            ``limits`` and ``run``.
+        max_turns: largest number of the model's turns in one task.
+        reward_key: the value of a reward.json to train on, if it has several.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class HarborTasks:
 
     @staticmethod
     def write_prompts(folder: str | Path, path: str | Path) -> int:
-        """Write a row for each task below the folder; return how many there are."""
+        """Write a row for each task below the folder; return the number of rows."""
         tasks = sorted(file.parent.resolve() for file in Path(folder).rglob("task.toml"))
         return write_rows(
             path,
@@ -170,8 +170,8 @@ class HarborTasks:
     async def generate(
         self, args: Any, sample: Sample, sampling_params: dict[str, Any]
     ) -> list[Sample]:
-        """A generate function: one sample for each branch of the agent's conversation, with the
-        reward of the tests."""
+        """A generate function: returns a sample for each branch of the agent's conversation, with
+        the reward of the tests."""
         task = Path(task_of(sample))
         async with temporary_folder(TASK) as place:
             box = RunningTask(task, Path(place), self._runner)
@@ -183,7 +183,7 @@ class HarborTasks:
                     async with limit:
                         await self._agent(endpoint, box)
                 except TimeoutError:
-                    if not limit.expired():  # the agent's own: it has failed
+                    if not limit.expired():  # the agent itself raised it: the sample fails
                         raise
                 reward, sample.metadata["harbor"] = await box.score(self._reward_key)
         return endpoint.samples(reward=reward)
@@ -196,7 +196,7 @@ def read_toml(file: Path) -> dict[str, Any]:
     """Read a TOML file.
 
     Raises:
-        UserError: it is none.
+        UserError: the file is not valid TOML.
     """
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
@@ -207,11 +207,11 @@ def read_toml(file: Path) -> dict[str, Any]:
 
 
 def text_left_in(file: Path) -> str:
-    """Read a file that a program wrote, unless it is a link that leads elsewhere on this host, or
-    blocks whoever opens it (a pipe).
+    """Read a file that a program wrote.
 
     Raises:
-        OSError: it is, or it is not there.
+        OSError: it is missing, a link, which may lead to another file of this host, or not a
+            regular file: opening a pipe would block.
     """
     if file.resolve() != file:
         raise OSError(f"{file.name} is a link")
@@ -221,8 +221,7 @@ def text_left_in(file: Path) -> str:
 
 
 def dockerfile_lines(task: Path) -> list[tuple[str, str]]:
-    """Read the lines of a task's Dockerfile, each as its word and the rest; [] without a
-    Dockerfile."""
+    """Read a task's Dockerfile as (instruction, arguments) pairs; [] without a Dockerfile."""
     file = task / "environment" / "Dockerfile"
     lines = (
         file.read_text(encoding="utf-8").replace("\\\n", " ").splitlines() if file.is_file() else []

@@ -1,4 +1,4 @@
-"""Environments behind OpenEnv's servers: the model's text becomes an action, the observation the
+"""Environments on OpenEnv servers: the model's text becomes an action, the observation becomes the
 next message.
 
     world = OpenEnvEnvironment(
@@ -6,8 +6,8 @@ next message.
     generate = world.generate           # --custom-generate-function-path my_file.py:generate
     world.write_prompts("episodes.jsonl", [{"seed": seed} for seed in range(100)])
 
-Written for version 0.10 of the package, which is imported when it is needed; any client with its
-methods will do."""
+Written for version 0.10 of the package, which is imported when it is needed. Any client with the
+same methods works."""
 
 from __future__ import annotations
 
@@ -30,20 +30,19 @@ def _as_text(observation: Mapping[str, Any]) -> str:
 
 
 class OpenEnvEnvironment:
-    """An environment's server, with what lies between its actions and a model's text.
+    """An environment's server, and the conversions between its actions and a model's text.
 
     Args:
-        base_url: of the server; each sample has a session of its own there. So it must allow as
-            many at once as there are samples (``--rollout-max-concurrency``, or less with
-            ``at_once`` of the server).
+        base_url: the server's URL. Each sample has its own session there, so the server must allow
+            as many concurrent sessions as there are concurrent samples.
         act: the model's answer → the action, as the server expects it.
-        observe: an observation → the text that the model is shown.
-        system: the system's message, if there is one.
-        role: of the messages that tell the model what it sees.
-        reward: "sum" of the steps' rewards, or the "last" of them.
-        most_steps: of one episode.
-        step_seconds: for the server's answer to a step.
-        client: makes a client of its own kind; None: the package's, which takes and gives dicts.
+        observe: an observation → the text for the model.
+        system: the system message; "": none.
+        role: role of the messages with observations.
+        reward: "sum" of the steps' rewards, or the "last" one.
+        most_steps: largest number of steps in one episode.
+        step_seconds: timeout of one step.
+        client: makes another client; None: the package's, which takes and returns dicts.
     """
 
     def __init__(
@@ -79,21 +78,20 @@ class OpenEnvEnvironment:
 
     @staticmethod
     def write_prompts(path: str | PathLike[str], episodes: Iterable[Mapping[str, Any]]) -> int:
-        """Write a row for each episode: what its ``reset`` is called with. Return how many there
-        are."""
+        """Write a row for each episode: the arguments of its ``reset``. Return the number of
+        rows."""
         return write_rows(
             str(path), ((json.dumps(dict(episode)), dict(episode)) for episode in episodes)
         )
 
     async def generate(self, args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-        """A generate function: one episode as one sample; what the model is shown is not trained
-        on.
+        """A generate function: one episode as one sample; observations are not trained on.
 
         Raises:
-            UserError: the package is missing, or an action or an observation cannot be made.
-            ConnectionError, RuntimeError, TimeoutError: of the client; the sample fails.
+            UserError: the package is missing, or ``act`` or ``observe`` fails.
+            ConnectionError, RuntimeError, TimeoutError: the client fails; so does the sample.
         """
-        # an episode cannot be gone on with: its session ended with the last try
+        # an episode cannot be continued: its session ended with the last try
         sample.reset_response()
         rewards: list[float] = []
         async with self._client() as world:
@@ -134,7 +132,7 @@ class OpenEnvEnvironment:
     def _call(name: str, function: Callable[[Any], Any], value: Any) -> Any:
         try:
             return function(value)
-        except Exception as error:  # whatever a function of the user's raises
+        except Exception as error:  # a user's function may raise anything
             raise UserError(
                 f"{name}= of OpenEnvEnvironment failed: {type(error).__name__}: {error}",
                 why=f"it was given {str(value)[:200]!r}",

@@ -1,4 +1,4 @@
-"""Rows of tasks for --prompt-data, which the adapters share."""
+"""Rows of tasks for --prompt-data; shared by the adapters."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from slime.samples.types import Sample
 
 
 def write_rows(path: str | Path, prompts: Iterable[tuple[str, Any]]) -> int:
-    """Write a row for each task: its prompt, and what finds it again (`task_of`). Returns how many
-    there are.
+    """Write a row for each (prompt, task), from which `task_of` reads the task; return the number
+    of rows.
 
-    For ``--prompt-data PATH --input-key prompt --metadata-key metadata``.
+    Use the file with ``--prompt-data PATH --input-key prompt --metadata-key metadata``.
     """
     rows = [json.dumps({"prompt": prompt, "metadata": {"task": task}}) for prompt, task in prompts]
     Path(path).write_text("".join(row + "\n" for row in rows), encoding="utf-8")
@@ -26,7 +26,7 @@ def task_of(sample: Sample) -> Any:
     """Return the task that `write_rows` was given.
 
     Raises:
-        UserError: the row has none.
+        UserError: the row has no task.
     """
     if "task" not in sample.metadata:
         raise UserError(

@@ -1,5 +1,5 @@
-"""Tasksets of verifiers: its environment runs the task, and its agent speaks with the model that is
-trained.
+"""Tasksets of the package verifiers: its environment runs the task, and its agent calls the model
+that is trained.
 
     taskset = VerifiersTaskset("my_taskset", agent={"max_turns": 8})
     generate = taskset.generate         # --custom-generate-function-path my_file.py:generate
@@ -24,22 +24,22 @@ from slime.processes.host import past_proxies
 from slime.samples.types import Sample, SampleStatus
 from slime.user_code.loading import optional_package
 
-#: A variable that does not exist: the key is in the path, since all samples share this process's
-#: environment.
+#: A variable that does not exist: the key is in the URL's path, because all samples share this
+#: process's environment.
 _NO_KEY = "SLIME_HAS_NO_KEY"
 
 
 class VerifiersTaskset:
-    """A taskset of verifiers, with its one agent.
+    """A taskset of the package verifiers, with one agent.
 
     Args:
-        name: of an installed package, or of a module in the working directory: verifiers'
+        name: an installed package, or a module in the working directory: verifiers'
             ``taskset.id``.
-        taskset: more of its configuration.
+        taskset: further configuration of the taskset.
         agent: configuration of the agent: ``harness``, ``max_turns``, ``timeout``, ``runtime``.
-            Without a runtime its program is a process of this host, not one of the package's cloud.
+            By default its program runs as a process on this host, not in the package's cloud.
         config: the rest of the environment's configuration.
-        most_tasks: how many tasks are read at most; some tasksets have no end.
+        most_tasks: largest number of tasks to read; some tasksets are infinite.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class VerifiersTaskset:
         return self._tasks
 
     def write_prompts(self, path: str | os.PathLike[str]) -> int:
-        """Write a row for each task, with its number; return how many there are."""
+        """Write a row for each task, with its number; return the number of rows."""
         return write_rows(
             os.fspath(path), ((task.data.prompt_text, i) for i, task in enumerate(self._read()))
         )
 
     async def _task(self, number: int) -> Any:
-        async with self._reading:  # a download, maybe: once, and beside the rollout
+        async with self._reading:  # it may download: do it once, and not on the event loop
             tasks = await asyncio.to_thread(self._read)
         if not 0 <= number < len(tasks):
             raise UserError(
@@ -90,19 +90,19 @@ class VerifiersTaskset:
     async def generate(
         self, args: Any, sample: Sample, sampling_params: dict[str, Any]
     ) -> list[Sample]:
-        """A generate function: one sample for each branch of the agent's conversation, with the
-        trace's reward.
+        """A generate function: returns a sample for each branch of the agent's conversation, with
+        the trace's reward.
 
         Raises:
             UserError: the package is missing, or the environment has several agents.
-            AgentError: the environment says that its agent failed.
+            AgentError: the environment reports that its agent failed.
         """
         vf = optional_package("verifiers.v1", "verifiers")
         task = await self._task(int(task_of(sample)))
         async with agent_endpoint(args, sample, sampling_params) as endpoint:
-            os.environ.update(past_proxies([]))  # the package's clients read proxies there
+            os.environ.update(past_proxies([]))  # the package's clients read proxy variables
             client = vf.EvalClientConfig(base_url=endpoint.keyed_base_url, api_key_var=_NO_KEY)
-            # one for each sample: what it serves is then closed with it
+            # an environment per sample, so that its servers are closed with it
             environment = self._environment()
             async with environment.serving():
                 episode = await environment.run_episode(

@@ -1,2 +1,2 @@
-"""`slime watch`: run folders as a live page. `folders` reads them as they grow, `index` finds
-samples among very many, `server` answers, and `page/` is what the browser gets."""
+"""`slime watch`: run folders as a live page. `folders` follows them as they grow, `index` searches
+their samples, `server` answers requests, and ``static/`` has the page itself."""

@@ -1,4 +1,4 @@
-"""Read JSONL files that grow: the lines since the last look, and whether it is still the same
+"""Read growing JSONL files: the lines since the last read, and whether it is still the same
 file."""
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any, BinaryIO
 
 import orjson
 
-#: Bytes of a file that are read at once, and of its end that are kept to know it again.
+#: Bytes that are read at once, and bytes before the read position that identify the file.
 _PIECE = 1 << 22
 _TAIL = 64
 
 
 @dataclass(frozen=True)
 class ReadPosition:
-    """How far a file has been read. ``tail`` are the last bytes before ``size``; they differ in
-    another file."""
+    """How far a file has been read. ``tail`` has the last bytes before ``size``, which would differ
+    in another file."""
 
     inode: int = 0
     size: int = 0
@@ -31,7 +31,7 @@ class ReadPosition:
 
 @dataclass(frozen=True)
 class JsonLine:
-    """A complete line: its place in bytes, and its JSON object."""
+    """A complete line: its offset and length in bytes, and its JSON object."""
 
     offset: int
     length: int
@@ -39,7 +39,7 @@ class JsonLine:
 
 
 def is_unchanged(path: Path, place: ReadPosition) -> bool:
-    """Whether a file is the same and its modification time has not changed."""
+    """Whether a file has the same inode and modification time as at the last read."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -56,16 +56,16 @@ def new_lines(
 ) -> tuple[bool, Iterator[JsonLine], list[ReadPosition]]:
     """Read the lines appended since ``place``.
 
-    A line without its end is left for later, unless it is a whole object already; what is no JSON
-    object is left out.
+    A last line without a newline is read later, unless it is a complete object. Lines that are not
+    JSON objects are skipped.
 
     Returns:
-        (whether it is another file now, or was written anew, so that the lines are those from its
-        beginning; the lines; a list that holds the new place once they are used up).
+        (whether the file was replaced or rewritten, so that the lines start at its beginning; the
+        lines; a list that receives the new position after the last line).
     """
     file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115
     status = os.fstat(file.fileno())
-    if not stat.S_ISREG(status.st_mode):  # a pipe, whose reader would wait
+    if not stat.S_ISREG(status.st_mode):  # reading a pipe would block
         file.close()
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     begins = max(0, place.size - _TAIL)
@@ -110,6 +110,6 @@ def _object(text: bytes) -> dict[str, Any] | None:
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Whether a path lies in a folder after all links are followed, so that nothing outside of the
-    runs is served."""
+    """Whether a path lies in a folder after links are resolved; nothing outside of run folders is
+    served."""
     return path.resolve().is_relative_to(folder.resolve())

@@ -1,4 +1,4 @@
-"""Follow run folders as they grow, and find the run folders that a path means."""
+"""Follow run folders as they grow, and find the run folders in a path."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ MOST_RUNS = 30
 
 
 class RunWatch:
-    """One run folder. Any thread may ask; `refresh` reads what is new.
+    """One run folder; thread-safe. `refresh` reads new data.
 
     Attributes:
-        key: names the folder, the same in every process, and tells nothing of it.
-        index: of its samples.
-        generation: changes when the metrics begin anew, as when a resumed run takes steps back; no
-            number comes back.
+        key: id of the folder, equal in every process; does not reveal the path.
+        index: index of the samples.
+        generation: changes when the metrics restart, for example when a resumed run repeats steps;
+            numbers are never reused.
     """
 
     def __init__(self, path: Path, cache: Path | None = None) -> None:
         self.path = path
         self.index = SampleIndex(path, cache)
         self.key = path_key(path)
-        # a page that knows an earlier server's asks for everything
+        # differs from an earlier server's, so that an open page requests everything again
         self.generation = time.time_ns() // 1000
         self._lock = threading.RLock()
         self._place = ReadPosition()
@@ -46,7 +46,7 @@ class RunWatch:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the metrics that are new, and how the run stands."""
+        """Read new metrics and the state of the run."""
         with self._lock:
             path = self.path / "metrics.jsonl"
             if not is_unchanged(path, self._place) and is_inside(path, self.path):
@@ -75,7 +75,7 @@ class RunWatch:
         self._place = after[0]
 
     def stages(self) -> list[Stage]:
-        """The stages as of the last `refresh`, by their start."""
+        """The stages at the last `refresh`, ordered by their start."""
         return self._stages
 
     def stage(self, name: str) -> Stage | None:
@@ -88,7 +88,7 @@ class RunWatch:
 
         Args:
             names: which metrics; None: all.
-            generation, since: as the last answer gave them; another generation gives everything.
+            generation, since: from the last answer; for another generation, all steps are returned.
 
         Returns:
             ``{"generation", "since", "steps": [...], "columns": {name: [value or null per step]},
@@ -127,7 +127,7 @@ class RunWatch:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is that of a run."""
+    """Whether a folder is a run folder."""
     return (path / "metrics.jsonl").is_file() or bool(config_files(path))
 
 
@@ -135,7 +135,7 @@ def runs_below(paths: Sequence[Path]) -> list[Path]:
     """Find run folders: each of ``paths``, or the newest ones in a folder of runs.
 
     Raises:
-        UserError: one of them does not exist, or is no run folder and has none in it.
+        UserError: a path does not exist, or neither is nor contains a run folder.
     """
     found: dict[Path, None] = {}
     for path in paths:

@@ -1,11 +1,11 @@
-"""An index of the samples of one run folder: their numbers, the places of their lines, and a search
-for words.
+"""An index of the samples of one run folder: their numbers, the offsets of their lines, and a word
+search.
 
-It is a small SQLite database; the texts stay in the samples' own files. A search narrows the
-samples down by their trigrams (FTS5) and then reads the lines themselves, so that it finds exactly
-what reading every line would. Words that many samples have are met soon on a walk through the lines
-in the order asked for. Words of one or two characters are looked up as prefixes of trigrams.
-Without FTS5 every line is read. Case does not matter.
+It is a small SQLite database; the texts stay in the samples' own files. A search finds candidates
+by trigrams (FTS5) and then reads their lines, so its result is exact. For words that occur in many
+samples it first scans lines in the requested order, which finds matches soon. Words of one or two
+characters are looked up as prefixes of trigrams. Without FTS5 every line is read. The search
+ignores case.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from slime.page.rows import (
 
 logger = get_logger(__name__)
 
-#: A database of another version of the tables is built anew.
+#: A database with another version of the tables is rebuilt.
 _VERSION = 4
 _BATCH = 1000
 _CHUNK = 100
-#: Matches are sorted if there are fewer: at once, or after a walk that did not meet enough. The
-#: walk in the order asked for ends after so many lines, and the rest is narrowed down.
+#: Fewer matches than this are sorted: at once (few), or after a scan that did not find enough
+#: (late). The scan in the requested order tries this many lines (patience) without the index.
 _FEW = 3000
 _LATE = 25_000
 _PATIENCE = 500
 #: Characters of a gram, and grams of a search that are looked up: a few exclude most samples.
 _TRIGRAM = 3
 _MOST_GRAMS = 16
-#: The first is appended to each text, so that each character begins a gram; no word of a search
-#: contains it. The second is appended to a prefix and sorts after all grams that begin with it.
+#: The first is appended to each text, so that every character begins a trigram; search words never
+#: contain it. The second, appended to a prefix, sorts after all trigrams with that prefix.
 _PADDING = "\n\n"
 _LAST = "\U0010ffff" * 2
 _BUSY_MS = 10_000
@@ -71,7 +71,7 @@ CREATE INDEX by_length ON rows (stage, kind, response_length, step);
 CREATE TABLE progress (texts INTEGER);
 INSERT INTO progress VALUES (0);
 """
-#: The rewards of a group, or of a sample without one.
+#: The rewards of a group, or of a sample without a group.
 _SUMMARY = (
     "SELECT count(*) AS samples, min(reward) AS least, avg(reward) AS mean, max(reward) AS "
     "greatest, group_concat(reward, ' ') AS rewards FROM rows WHERE "
@@ -97,7 +97,7 @@ class SampleIndex:
 
     Args:
         run: the run folder.
-        cache: where the database is kept; None: it goes with this object.
+        cache: folder of the database; None: a temporary folder, deleted with this object.
     """
 
     def __init__(self, run: Path, cache: Path | None = None) -> None:
@@ -105,13 +105,13 @@ class SampleIndex:
         self._own: tempfile.TemporaryDirectory[str] | None = None
         try:
             self._open(cache or self._own_folder())
-        except sqlite3.OperationalError as problem:  # a full disk, or an index that is held
+        except sqlite3.OperationalError as problem:  # the disk is full, or the index is locked
             if cache is None:
                 raise
             logger.warning("%s: %s; the index of %s goes with this process", cache, problem, run)
             self._open(self._own_folder())
         self._state = 0
-        #: Answers that take a walk over all rows, until something changes.
+        #: Results that need all rows; cleared on every change.
         self._cached: dict[str, Any] = {}
         self.has_trigrams = bool(
             self._writer.execute("SELECT 1 FROM sqlite_master WHERE name = 'texts'").fetchone()
@@ -171,20 +171,19 @@ class SampleIndex:
         for suffix in ("", "-wal", "-shm"):
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
 
-    # -- what is new -------------------------------------------------------------------------------
+    # -- updates -----------------------------------------------------------------------------------
 
     def update(self, stages: Iterable[Stage], goes_on: Callable[[], bool] = lambda: True) -> bool:
-        """Read what was written since the last call: first the numbers of all samples, then their
-        texts.
+        """Read new samples since the last call: first the numbers of all, then their texts.
 
         Args:
-            goes_on: asked between batches; False leaves the rest for later.
+            goes_on: called between batches; False stops until the next call.
 
         Returns:
             Whether anything changed.
         """
         changed = self._update(stages, goes_on)
-        # another process may keep the same index
+        # another process may update the same index
         state = self._writer.execute("PRAGMA data_version").fetchone()[0]
         if changed or state != self._state:
             self._state = state
@@ -210,7 +209,7 @@ class SampleIndex:
             row = known.get(name)
             place = _position(row)
             if not is_unchanged(path, place) and is_inside(path, self.run):
-                # a resumed run moved it away, or it is not ours to read
+                # a resumed run moved the file, or it is not readable
                 with contextlib.suppress(OSError):
                     self._read(name, path, stage, kind)
                     self._cached = {}
@@ -225,7 +224,7 @@ class SampleIndex:
         reward_key = config_value(
             stage.config, "reward_key" if kind == "rollout" else "eval_reward_key"
         )
-        with _transaction(self._writer):  # what another process has read meanwhile is seen here
+        with _transaction(self._writer):  # sees what another process has read meanwhile
             row = self._writer.execute("SELECT * FROM files WHERE name = ?", (name,)).fetchone()
             place = _position(row)
             is_other, lines, after = new_lines(path, place)
@@ -328,8 +327,8 @@ class SampleIndex:
     def groups(
         self, query: Query, offset: int = 0, limit: int = 50
     ) -> tuple[list[dict[str, Any]], bool]:
-        """Return a page of the groups that have a sample which ``query`` finds, in the order of
-        these samples.
+        """Return a page of the groups with a sample that matches ``query``, in the order of these
+        samples.
 
         Returns:
             (``{"step", "dataset", "group", "samples", "least", "mean", "greatest", "rewards"}`` of
@@ -389,7 +388,7 @@ class SampleIndex:
                 yield row
 
     def sample(self, number: int) -> dict[str, Any] | None:
-        """Return one sample by its ``id`` as `find` does, with what training knew of its tokens;
+        """Return one sample by its ``id`` as `find` does, with training's values of its tokens;
         None if it no longer exists."""
         with self._reader() as reader:
             for row, record in self._rows(reader, iter([number])):
@@ -405,8 +404,7 @@ class SampleIndex:
     def _likely(
         self, reader: sqlite3.Connection, query: Query, words: Sequence[str]
     ) -> Iterator[int]:
-        """Yield the rows that may have the words, in the order asked for: all that have them, and
-        few others."""
+        """Yield candidate rows in the requested order: all rows with the words, and few others."""
         grams = _grams(words)
         few = self._matches(reader, words, _FEW) if grams else None
         if few is not None and len(few) < _FEW:
@@ -494,7 +492,7 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
         yield
         connection.execute("COMMIT")
     except BaseException:
-        if connection.in_transaction:  # on a full disk SQLite has taken it back already
+        if connection.in_transaction:  # on a full disk SQLite has already rolled back
             connection.execute("ROLLBACK")
         raise
 

@@ -15,10 +15,10 @@ from slime.observe.console import phase_word
 from slime.observe.run_data import Stage
 from slime.page.files import is_inside
 
-#: Lanes of samples and points of a counter that a timeline shows at most.
+#: Largest number of sample lanes, and of points of a counter, in a timeline.
 _MOST_LANES = 400
 _MOST_POINTS = 1200
-#: Spans of a sample in words; users' own keep their names.
+#: Span name → shown name; users' own spans keep their names.
 _SPANS = {
     "generate_and_rm_group": "group",
     "generate_and_rm": "sample",
@@ -139,7 +139,7 @@ def _duration(event: dict[str, Any]) -> float:
 
 
 def _set_depths(spans: list[list[Any]]) -> None:
-    """How many spans each lies in; sorts them by start, the longer first."""
+    """Set each span's nesting depth; sorts spans by start, longer ones first."""
     spans.sort(key=lambda span: (span[1], -span[2]))
     ends: list[float] = []
     for span in spans:

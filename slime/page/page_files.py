@@ -1,5 +1,5 @@
-"""The page's files: one by one for a browser that asks a server, or all of them in one file that
-asks nobody."""
+"""The page's files: separate files for the server of `slime watch`, or one self-contained file for
+a report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import re
 
 PAGE = importlib.resources.files("slime.page").joinpath("static")
 
-#: The scripts, in such an order that each imports those before it.
+#: The scripts; each imports only earlier ones.
 _MODULES = (
     "dom", "frozen", "store", "charts", "timeline", "engines", "tokens", "samples", "settings",
     "overview", "main",
@@ -22,16 +22,16 @@ _EXPORT = re.compile(r"^export ((?:async function|function|const|class) (\w+))",
 
 
 def one_file(title: str, words: str, data: bytes, *, is_live: bool = False) -> str:
-    """The page with what it shows, as a file that needs no server and no network.
+    """The page with its data, as a file that needs no server and no network.
 
-    The script is allowed by its digest, and nothing else can run: `data` is in an alphabet that has
-    no ``<``, and all text that the page shows goes into it as text alone.
+    The policy allows the script by its digest, and nothing else can run: base64 of ``data`` has no
+    ``<``, and the page inserts data only as text.
 
     Args:
-        title: of the window.
-        words: HTML that is shown where the script does not run.
+        title: title of the window.
+        words: HTML that is shown if the script does not run.
         data: what `frozen.js` reads: JSON, compressed with gzip.
-        is_live: the file will be written anew, and the page loads itself again.
+        is_live: the file will be rewritten, and the page reloads itself.
     """
     script, style, frame = _parts()
     policy = (
@@ -83,8 +83,8 @@ def _parts() -> tuple[str, str, str]:
 
 
 def _as_value(name: str, module: str) -> str:
-    """Wrap a module into a constant with what it exports, so that its other names do not meet those
-    of other modules."""
+    """Wrap a module into a constant with its exports, so that its private names do not collide with
+    those of other modules."""
     exported = ", ".join(match[2] for match in _EXPORT.finditer(module))
     inner = _EXPORT.sub(r"\1", _IMPORT.sub(r"const { \1 } = $\2;", module))
     assert not re.search(r"^(?:import|export)\b", inner, re.MULTILINE), (

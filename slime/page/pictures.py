@@ -1,4 +1,4 @@
-"""Small pictures of the images that samples have, for pages."""
+"""Thumbnails of the images of samples, for pages."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import io
 from pathlib import Path
 from typing import Any
 
-#: Side of a picture on a page, and the most of them for a sample.
+#: Longest side of a thumbnail in pixels, and largest number of thumbnails of a sample.
 _SIDE = 240
 _MOST = 8
 
 
 def with_pictures(record: dict[str, Any]) -> dict[str, Any]:
-    """Add ``pictures`` to the line of a sample that refers to images: data URIs of small copies.
-    A file that is gone, or is no image, is left out."""
+    """Add ``pictures``, data URIs of thumbnails, to a sample's line that refers to images. Files
+    that are missing or not images are skipped."""
     references = record.get("images")
     if not isinstance(references, list):
         return record

@@ -1,5 +1,5 @@
 """Write ``report.html``: the page of `slime watch` with the data of a run, in one file.
-A run writes it while it goes on, `slime report RUN_DIR` at any time.
+A running run rewrites it; `slime report RUN_DIR` writes it at any time.
 
 The file needs no network and no server: open it from the file system, send it by mail, attach it to
 an issue.
@@ -75,7 +75,7 @@ def _words_html(runs: Iterable[dict[str, Any]]) -> str:
     """Return state, crash and alarms of each run as plain HTML, shown if the script does not run.
 
     Args:
-        runs: as `stages.describe` has them.
+        runs: results of `stages.describe`.
     """
     needs = (
         "This page needs JavaScript and a browser released in 2023 or later. The run folder holds "
@@ -110,11 +110,11 @@ def _text(value: Any) -> str:
 
 
 class ReportSink:
-    """Rewrites the report of a run after a step, but so seldom that it costs less than 1 % of the
-    time, however long the run is. The page reloads itself.
+    """Rewrites the report of a run after a step, but rarely enough to take less than 1 % of the
+    time. The page reloads itself.
 
     Args:
-        clock: seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, run: RunFolder, clock: Callable[[], float] = time.monotonic) -> None:
@@ -131,7 +131,7 @@ class ReportSink:
         self._next = ended + max(deadlines.REPORT_INTERVAL, (ended - started) / _SHARE)
 
     def rewind(self, next_step: int) -> None:
-        """Do nothing: the next report shows what there is."""
+        """Do nothing: the next report shows the remaining steps."""
 
     def close(self) -> None:
-        """Do nothing: the last report is written by whoever ends the run."""
+        """Do nothing: the code that ends the run writes the last report."""

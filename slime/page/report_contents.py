@@ -1,4 +1,4 @@
-"""Choose what goes into the report of a run: all numbers, and a stated part of what is large."""
+"""Choose the contents of a run's report: all metrics, and a selection of large data."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ Row = dict[str, Any]
 
 
 def contents_of(runs: Sequence[RunData], *, is_passing: bool = False) -> dict[str, Any]:
-    """Return the answers to what the page asks (`page/frozen.js`).
+    """Return the data for all requests of the page (``static/frozen.js``).
 
     Args:
-        runs: of several, the newest stage of each is shown at first.
-        is_passing: the report is written again soon, so that it holds fewer samples.
+        runs: the newest stage of each is shown at first.
+        is_passing: the report will be rewritten soon, so it holds fewer samples.
     """
     named = {
         f"{i}.{stage.name}": (run.path, stage) for i, run in enumerate(runs) for stage in run.stages

@@ -1,6 +1,6 @@
-"""A sample as a row of the index: its sort keys, the text that a search reads, and its question.
+"""A sample as a row of the index: its sort keys, the text for searches, and its question.
 
-Rows count in steps as metrics do: rollout k is step k + 1, an evaluation before training is step 0.
+Steps are those of metrics: rollout k is step k + 1, an evaluation before training is step 0.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _INT64 = 1 << 63
 
 @dataclass(frozen=True)
 class Query:
-    """Filters and order of the samples asked for.
+    """Filters and order of a request for samples.
 
     Attributes:
         stage: "" in a run with one stage.
@@ -206,14 +206,14 @@ def order_of(query: Query) -> str:
     return f"{column} {way} NULLS LAST{f', step {way}' if column != 'step' else ''}, id {way}"
 
 
-# -- what training knew of tokens ------------------------------------------------------------------
+# -- training's values of tokens -------------------------------------------------------------------
 
 #: Key of a sample → its line; the key is text, because lines may hold anything.
 _Training = dict[bytes, dict[str, Any]]
 
 
 def training_of(file: Path, rollout: int, run: Path) -> _Training:
-    """Read what training knew of the samples of a file; {} if it was not trained on.
+    """Read training's values for the samples of a file; {} if it was not trained on.
 
     Args:
         run: the run folder, outside of which nothing is read.
@@ -223,7 +223,7 @@ def training_of(file: Path, rollout: int, run: Path) -> _Training:
         return {}
     try:
         lines = read_lines(path)
-    except OSError:  # it went meanwhile
+    except OSError:  # deleted meanwhile
         return {}
     return {
         _training_key(

@@ -40,8 +40,8 @@ class Runs:
     """The runs on display by the ids that the page uses; a thread keeps them up to date.
 
     Args:
-        paths: run folders, or folders of runs, of which new runs are shown as they appear.
-        cache: where indexes are kept; None: they go with this object.
+        paths: run folders, or folders of runs, whose new runs are added as they appear.
+        cache: folder of the indexes; None: temporary folders, deleted with this object.
     Raises:
         UserError: one of `paths` is neither.
     """
@@ -53,13 +53,13 @@ class Runs:
         self._troubles: dict[Path, str] = {}
         self._stop = threading.Event()
         self._looking = threading.Lock()
-        runs_below(paths)  # mistakes are told at once
+        runs_below(paths)  # raise errors in the paths at once
         self._find()
         self._thread = threading.Thread(target=self._keep_looking, name="watch", daemon=True)
 
     def _find(self) -> None:
         for given in self._paths:
-            with contextlib.suppress(UserError):  # gone since: the others go on
+            with contextlib.suppress(UserError):  # deleted meanwhile: continue with the others
                 for path in runs_below([given]):
                     if path not in self._watches:
                         self._tried(path, lambda path=path: self._add(path))  # type: ignore[misc]
@@ -84,7 +84,7 @@ class Runs:
         others."""
         try:
             action()
-        # a folder that goes, a full disk, files that something else wrote: tried again
+        # a deleted folder, a full disk, invalid files: tried again later
         except Exception as problem:
             trouble = f"{type(problem).__name__}: {problem}"
             if self._troubles.get(path) != trouble:
@@ -119,7 +119,7 @@ class Runs:
         while not self._stop.is_set():
             try:
                 self.look()
-            except OSError as problem:  # a folder that goes
+            except OSError as problem:  # a folder was deleted
                 logger.warning("could not look for new runs: %s", problem)
             self._stop.wait(deadlines.PAGE_POLL)
 
@@ -134,8 +134,8 @@ class Runs:
 
 
 class Pages:
-    """The answers to requests. Files are read in threads, so that a long search blocks nobody
-    else."""
+    """The request handlers. They read files in threads, so that a long search does not block other
+    requests."""
 
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
@@ -301,8 +301,8 @@ def application(runs: Runs, token: str | None, cookie: str = "slime_watch") -> w
     """Return the application that serves ``runs`` over HTTP.
 
     Args:
-        token: asked for when it is given.
-        cookie: what keeps it in the browser.
+        token: that requests need; None: none.
+        cookie: name of the cookie that keeps the token.
     """
     app = web.Application(middlewares=[guard(token, cookie)])
     pages = Pages(runs)

@@ -1,4 +1,4 @@
-"""Everything that the live page and the frozen page show of a stage, as JSON."""
+"""Everything that the live page and the report show about a stage, as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slime.page.files import is_inside
 from slime.page.rows import SORTS
 from slime.redact import redact_text, redacted
 
-#: Settings that say where a run is, not what it does.
+#: Settings of a run's location, which do not count as differences.
 _PLACES = ("run_name", "output_dir", "save", "load", "save_hf", "wandb_group", "wandb_run_id")
 _ENGINES = (
     "rollout/engine_load/", "rollout/prefix_cache", "rollout/avg_cached", "rollout/spec_",
@@ -30,7 +30,7 @@ def all_runs(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the list of stages, the newest first, and the charts to draw.
 
     Args:
-        described: of each what `describe` says; runs of one name are called by their folders.
+        described: results of `describe`; runs with equal names are shown by their paths.
 
     Returns:
         ``{"runs", "catalog": [{"section", "charts": [the fields of a ChartSpec]}], "sorts",
@@ -55,8 +55,8 @@ def describe(
     """Return the entry of a stage in the list of runs.
 
     Args:
-        key: what the page calls it.
-        index: how many samples there are, and of how many the texts can be searched quickly.
+        key: the stage's id on the page.
+        index: result of `SampleIndex.progress`.
     """
     last = stage.rows[-1] if stage.rows else {}
     state = str(stage.summary.get("state") or "")
@@ -79,7 +79,7 @@ def describe(
 
 
 def alarms_of(stage: Stage) -> list[dict[str, str]]:
-    """Return the alarms of a stage, the gravest first: ``{"name", "title", "detail", "fix"}``."""
+    """Return the alarms of a stage, most severe first: ``{"name", "title", "detail", "fix"}``."""
     flags = {flag: value for flag, value, _ in flags_with_origins(stage.config)}
     found = find_alarms(stage.rows, ended=stage.summary.get("ended") is not None, flags=flags)
     return [{"name": a.name, "title": a.title, "detail": a.detail, "fix": a.fix} for a in found]

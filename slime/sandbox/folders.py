@@ -1,7 +1,7 @@
-"""Temporary folders for programs, removed when they are done; also those of a run that was killed.
+"""Temporary folders for programs, removed when the program is done, or later after a killed run.
 
-The process that creates a folder keeps it locked (``flock``). Folders that nobody holds were left
-behind: the next process that creates one removes them.
+The process that creates a folder keeps it locked (``flock``). The next process that creates a
+folder removes stale ones, which are not locked.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ async def temporary_folder(kind: str) -> AsyncIterator[str]:
     if not _has_looked:
         _has_looked = True
         await asyncio.to_thread(remove_stale)
-    # not in a thread: whoever is cancelled while it runs would never learn the name
+    # not in a thread: a cancelled caller would never learn the folder's name
     folder, lock = _make(kind)
     try:
         yield folder
@@ -48,8 +48,8 @@ def _make(kind: str) -> tuple[str, int]:
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
-            continue  # another process took it for one that was left behind
-        # file systems without locks: nobody else gets one there either
+            continue  # another process removed it as stale
+        # a file system without locks: other processes cannot lock it either
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.isdir(folder):
@@ -63,7 +63,7 @@ def _end(folder: str, lock: int) -> None:
 
 
 def remove_stale() -> list[str]:
-    """Remove this user's folders that nobody holds; return their names."""
+    """Remove this user's stale folders; return their names."""
     removed = []
     for path in (
         path for kind in (PROGRAM, TASK) for path in Path(tempfile.gettempdir()).glob(f"{kind}*/")

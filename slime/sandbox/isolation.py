@@ -39,8 +39,8 @@ _PDEATHSIG = 1
 _CAPBSET_DROP = 24
 _SECCOMP = 22
 _NO_NEW_PRIVS = 38
-#: Root gives each of its sandboxes a user of its own from this number on, above every user of a
-#: host, so that the kernel counts the processes of that sandbox alone.
+#: First user id for sandboxes of root, above every user of a host. Each sandbox has its own user,
+#: so that the kernel counts its processes separately.
 FIRST_UID = 2_000_000_000
 _NOBODY = 65534
 
@@ -205,7 +205,7 @@ def build_root(scratch: str, request: dict[str, Any], uid: int) -> None:
         _bind(folder, scratch + place)
     try:
         _mount("proc", _folder(f"{scratch}/proc"), "proc", _NOSUID | _NODEV | _NOEXEC)
-    except OSError as error:  # containers hide parts of theirs, and the kernel then shows no other
+    except OSError as error:  # in a container that hides parts of /proc, another is refused
         if error.errno != errno.EPERM:
             raise
     _pivot(scratch)
@@ -272,7 +272,7 @@ def _read_only(path: str, recursive: bool = True) -> None:
 
 # -- seccomp ---------------------------------------------------------------------------------------
 
-#: Calls that are refused → their numbers on x86-64 and on 64-bit ARM; None where there is none.
+#: Refused call → its numbers on x86-64 and on 64-bit ARM; None if it has none.
 _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "socket": (41, 198),
     "ptrace": (101, 117),
@@ -316,8 +316,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
 }
 #: System calls that create processes and threads, besides clone.
 _FORKS: dict[str, tuple[int | None, int | None]] = {"fork": (57, None), "vfork": (58, None)}
-#: Limits of another process may end it; one's own are set by this call, too, with 0 for the
-#: process.
+#: prlimit is allowed only for the calling process (pid 0): limits could end another process.
 _PRLIMIT = (302, 261)
 _MACHINES = {"x86_64": (0, 0xC000003E, 56), "aarch64": (1, 0xC00000B7, 220)}
 _CLONE3 = 435
@@ -347,7 +346,7 @@ def refuse_calls(alone: bool) -> bool:
         (_LOAD, 0, 0, 0),
         (_AT_LEAST, 0, 1, 0x40000000),  # x86-64's second table of calls
         (_RETURN, 0, 0, refused),
-        (_EQUAL, 0, 1, _CLONE3),  # its flags cannot be read here; libraries take clone then
+        (_EQUAL, 0, 1, _CLONE3),  # its flags cannot be checked here; libraries fall back to clone
         (_RETURN, 0, 0, unknown),
     ]
     numbers = [calls[column] for calls in (_REFUSED | (_FORKS if alone else {})).values()]
@@ -390,7 +389,7 @@ def landlock(readable: list[str], writable: list[str]) -> int:
     can.
 
     Returns:
-        the version of Landlock, 0 where there is none. From 6 on signals stay inside, too.
+        the version of Landlock, 0 if there is none. Version 6 also restricts signals.
     """
     version = int(LIBC.syscall(_CREATE, None, ctypes.c_size_t(0), 1))
     if version < 1:
@@ -418,10 +417,10 @@ def landlock(readable: list[str], writable: list[str]) -> int:
 
 
 def give_up_privileges() -> None:
-    """Keep programs started from here from gaining rights, whatever their file says; also from
-    root's rights."""
+    """Keep this process and its children from gaining privileges by executing a file, including
+    root's."""
     control(_NO_NEW_PRIVS, 1)
     if os.geteuid() == 0:
         for capability in range(64):
             if LIBC.prctl(_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) < 0:
-                break  # the last one that this kernel knows
+                break  # the kernel knows no more capabilities

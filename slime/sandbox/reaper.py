@@ -82,7 +82,7 @@ def _named(group: int) -> list[str]:
     for pid in tree.descendants():
         with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as line:
             words = line.read().replace(b"\0", b" ").decode(errors="replace").strip()
-            if words and os.getpgid(pid) != group:  # who has ended has no words
+            if words and os.getpgid(pid) != group:  # an ended process has an empty command line
                 found.append(f"{pid} ({words[:80]})")
     return [
         *found[:_MOST_NAMED],

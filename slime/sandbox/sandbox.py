@@ -31,7 +31,7 @@ from slime.sandbox.folders import PROGRAM, temporary_folder
 
 logger = get_logger(__name__)
 
-#: The working directory of a program, unless it is told another.
+#: The default working directory of a program.
 HOME = "/sandbox"
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 #: Paths in the sandbox that belong to the system.
@@ -43,12 +43,12 @@ class Limits:
     """Resources that one program and its children may use.
 
     Attributes:
-        seconds: from its start to its end.
-        cpu_seconds: of one process's computing.
-        memory: bytes, of each process and of all together.
-        file_bytes: of its files together; without namespaces, of each file.
-        processes: and threads, at once.
-        output_bytes: of what it writes to its output; it is ended when there is more.
+        seconds: wall-clock time of the program.
+        cpu_seconds: CPU time of each process.
+        memory: bytes of each process, and of all processes together.
+        file_bytes: total bytes of its files; without namespaces, bytes of each file.
+        processes: number of concurrent processes and threads.
+        output_bytes: bytes of output; a program that writes more is ended.
     """
 
     seconds: float = 10.0
@@ -91,7 +91,7 @@ class Ran:
 
     @property
     def text(self) -> str:
-        """Return the output and the reason for its end, for the model."""
+        """Return the output for the model, with the limit that ended the program."""
         if not self.ended_by:
             return self.output
         return f"{self.output}\n[ended: {_ENDED[self.ended_by].format(**asdict(self.limits))}]"
@@ -102,9 +102,9 @@ class Sandbox:
     of the environment. Use it from one event loop.
 
     Args:
-        limits: of each program.
-        readable: more of the host's files and folders that programs may read.
-        at_once: most programs at the same time; None: one for each processor.
+        limits: limits of each program.
+        readable: further files and folders of the host that programs may read.
+        at_once: largest number of concurrent programs; None: one per processor.
         walls: "best": namespaces if the kernel allows them, else what it does allow, with a warning
             that names what is not enforced; "namespaces": these or an error; "plain": no
             namespaces, for trying out what is left.
@@ -139,7 +139,7 @@ class Sandbox:
         """Run Python code with this process's interpreter and its packages.
 
         Args:
-            files: name → text of files that lie beside it.
+            files: name → text of files in the working directory.
         Raises:
             UserError: no sandbox can be made here, or this interpreter does not start in one.
         """
@@ -180,8 +180,8 @@ class Sandbox:
             folders: path in the sandbox → folder of the host that the program may write to; what it
                 leaves there stays. They need namespaces. A run as root makes the sandbox's user
                 their owner.
-            folder: where it is started.
-            environ: all of its variables, besides PATH, HOME, TMPDIR and LANG.
+            folder: the working directory.
+            environ: environment variables added to PATH, HOME, TMPDIR and LANG.
         Raises:
             UserError: no sandbox can be made here, or none with such folders; or this host is too
                 busy to end it.

@@ -1,20 +1,19 @@
-"""Users' code, called so that what goes wrong in it ends with its own call, on an event loop that
-others share.
+"""Call users' code on a shared event loop, so that a hang or failure affects only its own call.
 
-    run_in_thread  a sync function, in a thread. Hung: the processes that it waits for are killed,
-                   an exception is raised in it; what even then does not end is named with its
-                   stack, and holds nothing up
-    run_isolated   a coroutine, in a task of its own; one that swallows its cancellation is left
-                   behind, and named
-    watch_loop     a loop that code blocks: named with the stack within half a minute, and freed
-                   where that is possible
+    run_in_thread  run a sync function in a thread. If it hangs, kill the processes that it waits
+                   for, and raise an exception in it. If it still does not end, log its stack and
+                   abandon the thread
+    run_isolated   run a coroutine in its own task. If it swallows its cancellation, log its stack
+                   and abandon the task
+    watch_loop     watch an event loop. If code blocks it, log the stack within half a minute, and
+                   end the code if possible
 
-Nobody can kill a thread: the exception reaches Python code at its next step, but no call of C that
-does not return (`time.sleep`, a lock, a socket). On an event loop that means the end of the
-process, and so whoever owns it is asked.
+A thread cannot be killed: the exception reaches Python code at its next step, but no C call that
+does not return (`time.sleep`, a lock, a socket). If such a call blocks an event loop, only the end
+of the process helps; the callback ``lost`` decides.
 
-A process that is forked in such a call, and comes back from it as its parent does, ends there: it
-has copies of everybody's sockets and of the loop, and would go on with them.
+A process that user code forks, and that returns from the call as its parent does, ends there: with
+its copies of all sockets and of the loop it would continue the parent's work.
 """
 
 from __future__ import annotations
@@ -42,26 +41,26 @@ logger = logging.getLogger("slime.user_code.calls")
 T = TypeVar("T")
 
 _MOST_IDLE = 64
-#: Of tasks that run a coroutine of the user's.
+#: Name prefix of tasks that run users' coroutines.
 _TASK = "user code: "
 
 
 class UserCodeKilled(BaseException):
-    """Raised in a call that hangs, to end it; no `Exception`, which users' code catches."""
+    """Raised in a hanging call to end it; not an `Exception`, which users' code may catch."""
 
 
 # -- coroutines ------------------------------------------------------------------------------------
 
 
 async def run_isolated(work: Awaitable[T], what: str) -> T:
-    """Await ``work`` in a task of its own: a caller that is cancelled is free 5 s later, whatever
-    ``work`` does.
+    """Await ``work`` in its own task: a cancelled caller waits at most 5 s more, whatever ``work``
+    does.
 
     Args:
-        what: for messages: "my.reward on sample 3".
+        what: name for messages: "my.reward on sample 3".
     Raises:
-        RuntimeError: it was cancelled by itself, ended since it hung, or wanted to leave the
-            program.
+        RuntimeError: ``work`` raised CancelledError itself, was ended because it hung, or tried to
+            exit the program.
     """
     task = asyncio.create_task(_contained(work), name=_TASK + what)
     try:
@@ -78,7 +77,7 @@ async def run_isolated(work: Awaitable[T], what: str) -> T:
         await asyncio.wait({task}, timeout=deadlines.USER_CALLS_CANCEL)
         if task.done():
             if asyncio.iscoroutine(work):
-                work.close()  # should it not even have begun
+                work.close()  # in case it has not even started
         else:
             logger.warning(
                 "%s goes on after it was cancelled, and is left behind; let asyncio.CancelledError "
@@ -89,15 +88,15 @@ async def run_isolated(work: Awaitable[T], what: str) -> T:
         raise
 
 
-#: Tasks that were cancelled and have not ended; kept, since a loop holds its tasks by weak
-#: references alone.
+#: Cancelled tasks that have not ended. An event loop has only weak references to its tasks, so this
+#: set keeps them alive.
 _LEFT: set[asyncio.Task[Any]] = set()
 
 
 def _seen(task: asyncio.Task[Any]) -> None:
     _LEFT.discard(task)
     if not task.cancelled():
-        task.exception()  # of what nobody waits for
+        task.exception()  # mark it as retrieved: nobody awaits this task
 
 
 async def _contained(work: Awaitable[T]) -> T:
@@ -115,8 +114,8 @@ async def _contained(work: Awaitable[T]) -> T:
 
 
 def _as_exception(error: BaseException) -> RuntimeError:
-    """Turn what would end the event loop, and so keep everyone else waiting, into an exception of
-    the code that raised it."""
+    """Turn an exception that would end the shared event loop into one that affects only the code
+    that raised it."""
     what = "it hung, and was ended" if isinstance(error, UserCodeKilled) else f"it raised {error!r}"
     return RuntimeError(what).with_traceback(error.__traceback__)
 
@@ -129,7 +128,7 @@ class _Call:
     """A call in a thread.
 
     Attributes:
-        deadline: `time.monotonic` at which the thread is ended, should nobody wait for it any more.
+        deadline: `time.monotonic` at which the thread is ended if its caller was cancelled.
     """
 
     function: Callable[[], Any]
@@ -153,16 +152,16 @@ class _Call:
         error = None
         try:
             result = self.context.run(self.function)
-        except BaseException as raised:  # delivered to whoever awaits
+        except BaseException as raised:  # delivered to the caller
             error = raised
             if isinstance(raised, StopIteration) or not isinstance(raised, Exception):
                 error = _as_exception(raised)
                 error.__cause__ = raised
         if os.getpid() != owner:
-            os._exit(0)  # a child that was forked in the call
+            os._exit(0)  # a child process that was forked in the call
         with self.lock:
             self.is_over = True
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for the result
             self.loop.call_soon_threadsafe(self._deliver, result, error)
 
     def _deliver(self, result: Any, error: BaseException | None) -> None:
@@ -174,7 +173,7 @@ class _Call:
             self.future.set_exception(error)
 
     def end(self) -> None:
-        """Kill what it waits for, and have it raise `UserCodeKilled`."""
+        """Kill the call's child processes, and raise `UserCodeKilled` in its thread."""
         with self.lock:
             if self.is_over:
                 return
@@ -189,15 +188,15 @@ class _Call:
 
 
 class _CallThread(threading.Thread):
-    """Takes one call after the other; a daemon, so that one that hangs holds up no end of the
-    program."""
+    """Runs calls one after the other; a daemon thread, so that a hanging call does not keep the
+    program from exiting."""
 
     def __init__(self) -> None:
         super().__init__(name="slime-hook", daemon=True)
         self.calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
 
     def run(self) -> None:
-        with contextlib.suppress(UserCodeKilled):  # raised a moment after the call had come back
+        with contextlib.suppress(UserCodeKilled):  # raised just after the call returned
             while True:
                 call = self.calls.get()
                 try:
@@ -206,24 +205,24 @@ class _CallThread(threading.Thread):
                     call.is_over = True
                 if call.ended_at or len(_idle) >= _MOST_IDLE:
                     return
-                del call  # what it refers to is not kept until the next one comes
+                del call  # release its objects before the next call arrives
                 _idle.append(self)
 
 
-#: Workers without a call; appending and popping are atomic.
+#: Idle threads; appending and popping are atomic.
 _idle: list[_CallThread] = []
 
 
 async def run_in_thread(
     function: Callable[[], Any], what: str, limit: float = deadlines.USER_CALLS_ABANDONED
 ) -> Any:
-    """The result of ``function``, called in a thread that sees the caller's context variables.
+    """Call ``function`` in a thread with the caller's context variables; return its result.
 
-    A caller that is cancelled is free at once. The thread goes on, and is ended ``limit`` seconds
-    after the call began.
+    A cancelled caller returns at once. The thread continues, and is ended ``limit`` seconds after
+    the call began.
 
     Args:
-        what: for messages.
+        what: name for messages.
     """
     loop = asyncio.get_running_loop()
     deadline = time.monotonic() + limit
@@ -242,20 +241,20 @@ async def run_in_thread(
 
 
 def hung_threads() -> int:
-    """Threads of calls that could not be ended."""
+    """The number of threads whose calls could not be ended."""
     return sum(call.is_named for call in _overseer.calls)
 
 
 # -- loops -----------------------------------------------------------------------------------------
 
-#: Thread → what of the user's runs in it at once, without a task of its own.
+#: Thread → name of the user's code that runs in it without its own task.
 _running: dict[int, str] = {}
 
 
 @contextlib.contextmanager
 def running(what: str) -> Iterator[None]:
-    """The block is code of the user's: where it blocks an event loop, it is what is named and
-    ended."""
+    """Mark the block as user code ``what``: if it blocks an event loop, this name is logged, and
+    the code is ended."""
     thread = threading.get_ident()
     before = _running.get(thread)
     _running[thread] = what
@@ -271,12 +270,11 @@ def running(what: str) -> Iterator[None]:
 
 
 class WatchedLoop:
-    """An event loop that is asked each second whether it lives; from `watch_loop`.
+    """An event loop that is checked every second; made by `watch_loop`.
 
     Args:
-        limit: gives the seconds after which blocking code is ended.
-        lost: called in another thread with a message about code that cannot be ended; the loop
-            does not answer any more.
+        limit: returns the seconds after which blocking code is ended.
+        lost: called in another thread, with a message, if the blocking code cannot be ended.
     """
 
     def __init__(
@@ -289,7 +287,7 @@ class WatchedLoop:
         self._limit = limit
         self._lost = lost
         self.thread = self.native = 0
-        self._since = ticks()  # what blocks it began later
+        self._since = ticks()  # processes of the blocking code start later
         self._began()
 
     def _began(self) -> None:
@@ -308,15 +306,15 @@ class WatchedLoop:
         _overseer.loops.pop(self.loop, None)
 
     def check(self, seconds: float) -> None:
-        """Called in the overseer's thread, ``seconds`` after the last time."""
+        """Check the loop, in the overseer's thread, ``seconds`` after the last check."""
         if self.loop.is_closed():
             return self.stop()
-        if not self.loop.is_running():  # it need not answer
+        if not self.loop.is_running():  # it cannot answer
             return self._began()
         if self._answered:
             self._began()
             self._answered = False
-            with contextlib.suppress(RuntimeError):  # it has been closed since
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
                 self.loop.call_soon_threadsafe(self._answer)
             return None
         self._blocked += seconds
@@ -329,12 +327,12 @@ class WatchedLoop:
                 self._end(what)
             elif self._blocked >= self._limit() + deadlines.USER_CALLS_CANCEL:
                 self._lost(f"{what} blocks the event loop and cannot be ended{self._stack()}")
-            # one that was about to begin: what was raised waits until it ends
+            # the code started another process, and the exception waits until that ends
             elif self._new_children():
                 self._end(what)
 
     def _users_code(self) -> str:
-        """Name the user's code that runs on the loop now; "" if it is something else."""
+        """Return the name of the user code that runs on the loop; "" if other code runs."""
         task = asyncio.current_task(self.loop)
         name = task.get_name() if task is not None else ""
         return name.removeprefix(_TASK) if name.startswith(_TASK) else _running.get(self.thread, "")
@@ -371,16 +369,16 @@ class WatchedLoop:
 def watch_loop(
     loop: asyncio.AbstractEventLoop, limit: Callable[[], float], lost: Callable[[str], object]
 ) -> WatchedLoop:
-    """Watch the event loop that this is called on until `WatchedLoop.stop` or its end; the
-    arguments are those of the class."""
+    """Watch the current event loop until `WatchedLoop.stop` or its end; for the arguments see
+    `WatchedLoop`."""
     watched = _overseer.loops[loop] = WatchedLoop(loop, limit, lost)
-    watched._answer()  # it is called there
+    watched._answer()  # this is the loop's thread
     _overseer.start()
     return watched
 
 
 class _Overseer:
-    """A thread that checks loops, and calls that nobody waits for any more, each second."""
+    """A thread that checks event loops and abandoned calls every second."""
 
     def __init__(self) -> None:
         self.calls: set[_Call] = set()
@@ -419,7 +417,7 @@ class _Overseer:
                 call.end()
         elif now >= call.ended_at + deadlines.USER_CALLS_CANCEL and not call.is_named:
             call.is_named = True
-            kill(children_of(call.native))  # those that it has started since
+            kill(children_of(call.native))  # started since the first kill
             logger.warning(
                 "the thread of %s cannot be ended, and stays until this process ends%s",
                 call.what,
@@ -433,8 +431,8 @@ _overseer = _Overseer()
 
 
 def _leave_loops() -> None:
-    """End a process that was forked on a watched loop, as soon as it is back on that loop and
-    before anything else runs there."""
+    """Make a child forked by code on a watched loop exit when it returns to the loop, before
+    anything else runs there."""
     for watched in list(_overseer.loops.values()):
         if watched.thread == threading.get_ident():
             ready = getattr(watched.loop, "_ready", None)

@@ -1,5 +1,5 @@
-"""Every place where users plug their own code in: one Protocol per hook, and how hooks are found,
-checked, called.
+"""All hooks for users' own code: one Protocol per hook, and how hooks are found, checked and
+called.
 
 A hook is named on the command line by a dotted path, ``--custom-rm-path my_project.rewards.score``
 (or ``my_project.rewards:score``). Before anything starts, `check_hooks` loads each one and compares
@@ -54,8 +54,8 @@ class DynamicFilterOutput:
     Attributes:
         keep: train on it.
         reason: counted as ``rollout/dynamic_filter/drop_<reason>`` when dropped.
-        keep_when_insufficient: keep it after all when dropping would leave too few groups under
-            way.
+        keep_when_insufficient: keep the group anyway if dropping it would leave too few groups in
+            progress.
     """
 
     keep: bool
@@ -67,30 +67,29 @@ class DynamicFilterOutput:
 
 
 class DataSource(abc.ABC):
-    """Where prompts come from: ``--data-source-path`` names a subclass; it is built as
+    """The source of prompts: ``--data-source-path`` names a subclass, which is built as
     ``cls(args)``.
 
     A group is the list of ``args.n_samples_per_prompt`` samples of one prompt draw, with
     ``group_index`` and ``index`` set.
 
-    A source that can resume implements ``save`` and ``load``, which keep files of their own (by
-    custom ``<args.save>/rollout/global_dataset_state_dict_<rollout_id>.pt``, read back under
-    ``args.load``), or ``state_dict`` and ``load_state_dict``, whose state is kept in the
+    A source that can resume implements ``save`` and ``load``, which write their own files (by
+    convention ``<args.save>/rollout/global_dataset_state_dict_<rollout_id>.pt``, read from
+    ``args.load``), or ``state_dict`` and ``load_state_dict``, whose state is saved in the
     checkpoint; the defaults do nothing. Groups are drawn ahead of training: with over-sampling, and
-    up to ``args.async_buffer_size`` rollouts in train_async.py. So what is to be saved is not what
-    ``get_samples`` has given, but what ``mark_consumed`` and ``mark_discarded`` have named: other
-    groups are asked for again after a resume. Where --max-restarts starts the trainer again, the
-    class is built once more, with ``args.load`` as in a resume, and takes the place of the one
-    before.
+    up to ``args.async_buffer_size`` rollouts in train_async.py. So save the groups that
+    ``mark_consumed`` and ``mark_discarded`` have named, not those that ``get_samples`` has
+    returned: all others must be drawn again after a resume. If --max-restarts restarts the trainer,
+    a new object replaces the source, built with ``args.load`` as in a resume.
     """
 
     @abc.abstractmethod
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """``num_samples`` groups (fewer only when the data has ended for good)."""
+        """Return ``num_samples`` groups, or fewer if there is no more data."""
 
     @abc.abstractmethod
     def add_samples(self, samples: list[list[Sample]]) -> None:
-        """Take groups back (aborted, or finished but not needed); they come out again first."""
+        """Take back groups that were aborted or not needed; `get_samples` returns them first."""
 
     def __len__(self) -> int:
         raise UserError(
@@ -107,14 +106,13 @@ class DataSource(abc.ABC):
         resumes from it."""
 
     def mark_consumed(self, group_indices: Iterable[int]) -> None:  # noqa: B027
-        """Training has taken these groups: they are not drawn again after a resume."""
+        """Record groups that training has used: they are not drawn again after a resume."""
 
     def mark_discarded(self, group_indices: Iterable[int]) -> None:  # noqa: B027
-        """These groups were filtered out for good: they are not drawn again after a resume."""
+        """Record groups that a filter has dropped: they are not drawn again after a resume."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs; written with each checkpoint. Sources with `save` and
-        `load` have none."""
+        """Return the state for `load_state_dict`; saved with each checkpoint."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
@@ -148,22 +146,21 @@ class GenerateFunction(Protocol):
     ``tokens`` [prompt + response], ``response_length``, and, one entry per response token,
     ``rollout_log_probs`` and ``loss_mask`` (`Sample.append_response_tokens` keeps them together),
     or with ``response`` alone, which is then tokenised: without log-probs, and where the text holds
-    no end token, without the end (a warning). PENDING is taken as COMPLETED.
+    no end token, without the end (a warning). PENDING counts as COMPLETED.
 
-    Checked on return: kinds of all fields, lengths, ids inside the vocabulary, at least one token
-    of a prompt before the response, masks of 0 and 1, log-probs that are finite and not above 0,
-    rewards. Arrays, tensors and tuples become lists. ``index`` and ``group_index`` are those of the
-    prompt, whatever the sample says (a warning); ``rollout_id`` is given to what a call returns
-    together.
+    Checked on return: types of all fields, lengths, ids inside the vocabulary, at least one prompt
+    token before the response, masks of 0 and 1, log-probs that are finite and not above 0, rewards.
+    Arrays, tensors and tuples become lists. ``index`` and ``group_index`` are reset to those of the
+    prompt if they differ (a warning); the samples that one call returns get one ``rollout_id``.
 
-    At the end of a rollout engines are told to abort: calls then come back with the finish reason
-    "abort". Return the sample with ``Sample.Status.ABORTED`` (`slime.rollout.generate.generate`
-    sets it), so that it is taken up again. What raises because of the abort is put back as it was.
-    Pushes in flight, and rollouts beside yours, cut answers short as well: `generate` and `post` go
-    on by themselves, and ``token_weight_versions`` of the answer says with whose weights; a sample
-    that comes back ABORTED is tried again, 8 times at most. Where the engine refuses a request that
-    is longer than its context, the sample is TRUNCATED with what it has; other exceptions fail the
-    sample, and too many of them the run. For agents that speak an API see docs/agents.md.
+    At the end of a rollout all requests are aborted and return with the finish reason "abort".
+    Return the sample with ``Sample.Status.ABORTED`` (`slime.rollout.generate.generate` sets it), so
+    that it is continued later. If the function raises because of the abort, the sample is put back
+    unchanged. Weight updates in flight and concurrent rollouts also interrupt answers: `generate`
+    and `post` continue them, and ``token_weight_versions`` of the answer gives the weight versions;
+    a sample that is returned ABORTED is retried at most 8 times. If the engine refuses a request
+    that exceeds its context, the sample is TRUNCATED and keeps its tokens; other exceptions fail
+    the sample, and too many of them fail the run. For agents that call an API see docs/agents.md.
     """
 
     def __call__(
@@ -178,12 +175,12 @@ class GenerateFunction(Protocol):
 
 
 class SampleHook(Protocol):
-    """``--rollout-sample-hook-path``: after generate, before the reward; None keeps the sample it
-    was given.
+    """``--rollout-sample-hook-path``: after generate, before the reward; None keeps the given
+    sample.
 
-    May be given several times. Called for every finished sample of the built-in rollout and
-    evaluation, in the order of the flags. What it changes or returns is checked as what a generate
-    function returns; index, group_index and rollout_id stay those of the sample that it was given.
+    The flag may be repeated. Called for every finished sample of the built-in rollout and
+    evaluation, in the order of the flags. The sample is checked like the result of a generate
+    function; index, group_index and rollout_id keep the values of the given sample.
     """
 
     def __call__(
@@ -207,7 +204,7 @@ class RewardFunction(Protocol):
     list of samples and returns a list of rewards. Sync functions run in threads, several at once. A
     reward is one finite number between -1e18 and 1e18 of Python, NumPy or torch (bools, decimals
     and fractions too). It may set ``metadata``, ``train_metadata``, ``remove_sample`` and
-    ``teacher_log_probs`` of its sample; what was generated it only reads.
+    ``teacher_log_probs`` of its sample, but must not change what was generated.
 
     Example:
         >>> def reward_func(args, sample, **kwargs):
@@ -230,11 +227,10 @@ class DynamicFilter(Protocol):
 
 
 class BufferFilter(Protocol):
-    """``--buffer-filter-path``: which of the groups that were put back come out next. Sync.
+    """``--buffer-filter-path``: chooses the next of the groups that were put back. Sync.
 
     Choose at most ``num_samples`` groups and remove them from ``buffer`` (``list[group][Sample]``,
-    the oldest first). ``rollout_id`` is None: the buffer does not know for which rollout it is
-    asked.
+    the oldest first). ``rollout_id`` is None: the buffer does not know the rollout.
     """
 
     def __call__(
@@ -246,19 +242,18 @@ class RolloutSampleFilter(Protocol):
     """``--rollout-sample-filter-path``: sets ``remove_sample`` on samples of the kept groups.
 
     ``groups`` is ``list[group][Sample]``, the batch, at the end of the rollout. A removed sample is
-    trained on with a loss mask of zeros; it still counts in the statistics of its group. Groups and
-    samples that are taken out of the lists would be trained on all the same: such a filter is
-    refused.
+    trained on with a loss mask of zeros; it still counts in the statistics of its group. A filter
+    that removes groups or samples from the lists is refused: they would still be trained on.
     """
 
     def __call__(self, args: Any, groups: list[list[Sample]], /) -> None: ...
 
 
 class AllSamplesProcess(Protocol):
-    """``--rollout-all-samples-process-path``: sees every finished group, the filtered ones too.
+    """``--rollout-all-samples-process-path``: sees every finished group, including dropped ones.
 
-    ``all_groups`` is ``list[group][Sample]``, at the end of the rollout; the data source is the one
-    of the rollout.
+    ``all_groups`` is ``list[group][Sample]``, at the end of the rollout; ``data_source`` is the
+    rollout's.
     """
 
     def __call__(
@@ -301,8 +296,8 @@ class EvalLog(Protocol):
 class RewardPostProcess(Protocol):
     """``--custom-reward-post-process-path``: (raw rewards, rewards), one number per sample. Sync.
 
-    ``samples`` is what is trained on of the batch, flat, group after group. The second list takes
-    the place of the group-normalised rewards, the scalar advantage of each sample; the first is
+    ``samples`` are the trained samples of the batch, flat, group after group. The second list
+    replaces the group-normalised rewards, the scalar advantage of each sample; the first is
     logged. Each is a finite number between -1e18 and 1e18. The function may set
     ``teacher_log_probs``; the list and what was generated stay as they are.
     """
@@ -318,7 +313,7 @@ class ConvertSamples(Protocol):
     (float, as after post-processing). Optional: ``raw_reward`` (float), ``truncated`` (0 or 1),
     ``sample_indices``, ``rollout_ids`` (int, one per trajectory), ``loss_masks`` (0 or 1 per
     response token), ``rollout_log_probs`` and ``teacher_log_probs`` (float per response token),
-    ``metadata`` (dict or None); and as samples have them ``rollout_routed_experts``,
+    ``metadata`` (dict or None); and, as in `Sample`, ``rollout_routed_experts``,
     ``rollout_top_p_token_ids``, ``rollout_top_p_token_offsets``, ``token_rewards``,
     ``teacher_prompt_tokens`` and ``teacher_top_tokens``. Other names are refused.
     """
@@ -340,10 +335,10 @@ class RolloutDataPostprocess(Protocol):
 
     To read and to assign, float32 [R] on the trainer's device (lists of numbers will do):
     ``advantages``, ``returns``, ``loss_masks`` (0 or 1), ``log_probs`` (of the policy before the
-    first step), ``ref_log_probs``, ``rollout_log_probs`` (the engine's). What is assigned is
+    first step), ``ref_log_probs``, ``rollout_log_probs`` (the engine's). Assigned values are
     trained on; another key, or one that the flags leave unused, is refused by name. The loss is
-    divided by the trained tokens of the masks as they were. Pipeline stages without the output
-    layer call the function too, with None for log-probs and advantages.
+    divided by the trained tokens of the original masks. Pipeline stages without the output layer
+    call the function too, with None for log-probs and advantages.
     """
 
     def __call__(self, args: Any, rollout_id: int, rollout_data: Any, /) -> None: ...
@@ -471,8 +466,8 @@ class LayerSpec(Protocol):
 
 
 class MegatronInit(Protocol):
-    """``--custom-megatron-init-path``: on every rank, when the process groups stand and before the
-    model is built."""
+    """``--custom-megatron-init-path``: on every rank, after the process groups are initialised and
+    before the model is built."""
 
     def __call__(self, args: Any, /) -> None: ...
 
@@ -509,7 +504,7 @@ class BeforeTrainStep(Protocol):
 
 
 #: Flag (as an attribute of ``args``) → the Protocol of its hook. ``--data-source-path`` is a class,
-#: checked apart.
+#: checked separately.
 HOOKS: dict[str, type] = {
     "rollout_function_path": RolloutFunction,
     "eval_function_path": RolloutFunction,
@@ -558,8 +553,7 @@ def check_hooks(args: Any) -> None:
 
 
 def hook_files(args: Any) -> list[Path]:
-    """The source files of every function and class of the user's that is set in ``args``, each
-    once."""
+    """The source files of all users' functions and classes that are set in ``args``, each once."""
     paths = [args.data_source_path, ":".join(args.spec)]
     for flag in HOOKS:
         value = vars(args)[flag]

@@ -1,5 +1,5 @@
-"""Users' functions are found by their dotted path, checked against a signature, and called; an
-error shows the user's own lines.
+"""Load users' functions by their dotted path, check their signatures, and call them; errors show
+the user's own lines.
 
 The hooks themselves are in `slime.user_code.hooks`.
 """
@@ -32,19 +32,19 @@ from slime.files import write_atomically
 from slime.user_code import calls as user_calls
 from slime.user_code.calls import run_in_thread, run_isolated, running
 
-#: Variable by which other processes know the driver's working directory and the folder of its
+#: Variable that gives other processes the driver's working directory and the folder of its
 #: script.
 USER_FOLDERS = "SLIME_USER_FOLDERS"
 
 
 def save_function(function: Any, file: Path) -> str:
-    """Return a path by which other processes of this host find ``function``.
+    """Return a path from which other processes of this host load ``function``.
 
-    A function that can be imported has such a path. Others (a lambda, a closure, what a notebook
-    defines) are written to ``file``, with the objects that they refer to.
+    For an importable function it is the import path. Other functions (a lambda, a closure, a
+    function of a notebook) are pickled to ``file``, with the objects that they refer to.
 
     Raises:
-        UserError: it refers to something that cannot be written, an open file or a lock.
+        UserError: it refers to an object that cannot be pickled, such as an open file or a lock.
     """
     module = getattr(function, "__module__", None)
     name = getattr(function, "__qualname__", None)
@@ -53,7 +53,7 @@ def save_function(function: Any, file: Path) -> str:
         return f"{module}:{name}"
     try:
         content = cloudpickle.dumps(function)
-    except Exception as error:  # whatever the objects that it refers to raise is the message
+    except Exception as error:  # the objects that it refers to may raise anything
         raise UserError(
             f"{shown} cannot be handed to another process",
             why=f"{type(error).__name__}: {error}",
@@ -64,8 +64,8 @@ def save_function(function: Any, file: Path) -> str:
 
 
 def _find_user_modules() -> None:
-    """Put the folders of users' modules last on the import path: no file there replaces an
-    installed module."""
+    """Append the folders of users' modules to the import path; last, so that no file there replaces
+    an installed module."""
     folders = [] if "" in sys.path else [os.getcwd()]
     folders += os.environ.get(USER_FOLDERS, "").split(os.pathsep)
     sys.path += [folder for folder in dict.fromkeys(folders) if folder and folder not in sys.path]
@@ -78,8 +78,8 @@ def load_function(path: str) -> Any:
     directory are found too.
 
     Raises:
-        UserError: no such module, no such name in it (tells the nearest), or the module's own code
-            fails on import.
+        UserError: the module or the name does not exist (suggests the nearest name), or the import
+            fails.
     """
     module_path, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     if not module_path or not name:
@@ -93,7 +93,7 @@ def load_function(path: str) -> Any:
             if module_path.endswith(".py")
             else importlib.import_module(module_path)
         )
-    except (Exception, SystemExit) as error:  # whatever user code raises on import is the message
+    except (Exception, SystemExit) as error:  # user code may raise anything on import
         raise _import_error(path, module_path, error) from error
     for part in name.split("."):
         found = (
@@ -116,8 +116,7 @@ def load_function(path: str) -> Any:
 
 
 def file_of(path: str) -> Path | None:
-    """The file with the code of the function at ``path``, which is loaded; None for one that has
-    none.
+    """Load the function at ``path`` and return the file with its code; None if it has no file.
 
     Raises:
         UserError: as `load_function`.
@@ -182,7 +181,7 @@ def _imported_files(function: Any) -> set[Path]:
 
 @functools.cache
 def _is_installed(file: Path) -> bool:
-    """Whether a file is of Python, of this program or of an installed package."""
+    """Whether a file belongs to Python, slime or an installed package."""
     places = [
         *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
         str(Path(__file__).parents[1]),
@@ -193,7 +192,7 @@ def _is_installed(file: Path) -> bool:
 def _saved_function(path: str, file: Path) -> Any:
     try:
         return cloudpickle.loads(file.read_bytes())
-    except Exception as error:  # it imports what it refers to: whatever that raises is the message
+    except Exception as error:  # its imports may raise anything
         raise UserError(
             f"the function {path} cannot be loaded",
             why=f"{type(error).__name__}: {error}",
@@ -206,7 +205,7 @@ AnyUserError = TypeVar("AnyUserError", bound=UserError)
 
 
 def _own_functions(target: Any) -> list[str]:
-    """Names of what can be called in a module or class and is not imported there."""
+    """Names of the public callables that a module or class defines itself."""
     home = target.__name__ if inspect.ismodule(target) else target.__module__
     public = [
         name for name in dir(target) if not name.startswith("_") and callable(getattr(target, name))
@@ -218,7 +217,7 @@ def _module_of_file(file: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)  # dataclasses and pickle look there
+    sys.modules.setdefault(spec.name, module)  # dataclasses and pickle look it up there
     spec.loader.exec_module(module)
     return module
 
@@ -251,11 +250,11 @@ def _import_error(path: str, module_path: str, error: BaseException) -> UserErro
 
 
 def check_signature(fn: Any, protocol: type, path: str) -> None:
-    """Check that ``fn`` can be called as ``protocol`` promises.
+    """Check that ``fn`` can be called as ``protocol`` defines.
 
     Raises:
-        UserError: not callable, or its parameters do not fit; shows the call that will be made and
-            the signature.
+        UserError: ``fn`` is not callable, or its parameters do not fit; the message shows the call
+            and the signature.
     """
     if not callable(fn):
         raise UserError(
@@ -279,7 +278,7 @@ def check_signature(fn: Any, protocol: type, path: str) -> None:
     keywords = [p.name for p in required if p.kind is p.KEYWORD_ONLY]
     try:
         signature = inspect.signature(fn)
-    except ValueError:  # some builtins have none; the first call will tell
+    except ValueError:  # some builtins have no signature; the first call checks it
         return
     try:
         signature.bind(*positional, **dict.fromkeys(keywords))
@@ -293,11 +292,11 @@ def check_signature(fn: Any, protocol: type, path: str) -> None:
 
 
 def check_class(cls: Any, base: type, path: str) -> None:
-    """Check that ``cls`` is a ``base`` with the methods that every one must have, built as
-    ``cls(args)``.
+    """Check that ``cls`` is a subclass of ``base`` that implements all abstract methods, and can
+    be built as ``cls(args)``.
 
     Raises:
-        UserError: it is something else, lacks a method, or takes other arguments.
+        UserError: ``cls`` is something else, lacks a method, or takes other arguments.
     """
     fix = f"derive it from slime.user_code.hooks.{base.__name__}"
     if not inspect.isclass(cls) or not issubclass(cls, base):
@@ -315,7 +314,7 @@ def check_class(cls: Any, base: type, path: str) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _accepted_keywords(fn: Any) -> frozenset[str] | None:
-    """Names that ``fn`` takes by keyword; None when it takes any."""
+    """Names that ``fn`` takes by keyword; None if it takes any name."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except ValueError:  # some builtins have no signature
@@ -349,7 +348,7 @@ def is_async(fn: Any) -> bool:
 
 
 def _kind_of(fn: Any, *kinds: Callable[[Any], bool]) -> bool:
-    """Whether what a call of ``fn`` runs is a function of one of these kinds."""
+    """Whether ``fn``, or the function that a call of it runs, is of one of these kinds."""
     if isinstance(fn, functools.partial):
         return _kind_of(fn.func, *kinds)
     return any(kind(fn) or kind(type(fn).__call__) for kind in kinds)
@@ -359,13 +358,13 @@ def _kind_of(fn: Any, *kinds: Callable[[Any], bool]) -> bool:
 
 
 class FunctionFailed(UserError):
-    """A function of the user's raised, hung, or returned what it should not. Where it was called
-    for one sample, or one group, only that one is lost (`slime.rollout.trajectory`)."""
+    """A user's function raised, hung, or returned an invalid value. If it was called for one sample
+    or group, only that sample or group is lost (`slime.rollout.trajectory`)."""
 
     @classmethod
     def of(cls, error: UserError) -> FunctionFailed:
-        """Convert an error that our code raised when the user's function called it, or because of
-        what the function returned."""
+        """Convert an error of slime's code that the user's function called, or that rejected the
+        function's result."""
         if isinstance(error, FunctionFailed):
             return error
         return with_user_frames(cls(error.what, error.why, error.fix), error).with_traceback(
@@ -374,7 +373,7 @@ class FunctionFailed(UserError):
 
 
 class FunctionHangs(FunctionFailed):
-    """A function of the user's did not return in time."""
+    """A user's function did not return in time."""
 
 
 _SLIME = str(Path(__file__).parents[1]) + os.sep
@@ -384,9 +383,8 @@ _MOST_FRAMES = 12
 
 
 def user_frames(error: BaseException) -> str:
-    """Return where in the user's code ``error`` was raised: the frames of its traceback that are
-    not ours nor Python's own, as Python prints them, with what led to a failure inside a library;
-    "" where there are none."""
+    """Return the frames of the traceback of ``error``, as Python prints them, without those of
+    slime and of the standard library; frames of other libraries stay. "" if there are none."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -403,7 +401,7 @@ def user_frames(error: BaseException) -> str:
 
 
 def where_to_mend(error: BaseException) -> str:
-    """Return the fix that goes with `with_user_frames`. A library's function has no line of the
+    """Return the text of ``fix`` for an error with `with_user_frames`; there may be no line of the
     user's."""
     return (
         "mend it at the line below"
@@ -413,8 +411,8 @@ def where_to_mend(error: BaseException) -> str:
 
 
 def with_user_frames(failure: AnyUserError, error: BaseException) -> AnyUserError:
-    """Add to ``failure`` a note of where in the user's code ``error`` was raised, for terminal and
-    crash folder, and return it."""
+    """Add `user_frames` of ``error`` and its notes to ``failure``, for terminal and crash folder,
+    and return it."""
     frames = user_frames(error).replace("\n", "\n  ")
     known = getattr(failure, "__notes__", ())
     for note in [*getattr(error, "__notes__", ()), *([frames] if frames else [])]:
@@ -426,9 +424,9 @@ def with_user_frames(failure: AnyUserError, error: BaseException) -> AnyUserErro
 
 @contextlib.contextmanager
 def failures_of(what: str) -> Iterator[None]:
-    """Run code of the user's in the block; ``what`` is its name in messages. An error that it
-    raises, itself or in a library, becomes a `FunctionFailed`. An error of our own code that it
-    called stays what it is. Both show the user's lines.
+    """Run user code in the block; ``what`` is its name in messages. An error that the code or a
+    library raises becomes a `FunctionFailed`. An error of slime's code that it called keeps its
+    type. Both show the user's lines.
 
     Raises:
         FunctionFailed: the user's code raised.
@@ -454,20 +452,20 @@ def failures_of(what: str) -> Iterator[None]:
 
 
 def named(path: str, flag: str = "") -> str:
-    """The function at ``path`` in a message, with the flag that names it."""
+    """The name of the function at ``path`` in messages, with its flag."""
     return f"'{path}' ({flag})" if flag else f"'{path}'"
 
 
 def shown(value: Any, most: int = 60) -> str:
-    """``value`` as Python shows it, cut to ``most`` characters; its type where it cannot be
-    shown."""
+    """The repr of ``value``, cut to ``most`` characters; a description of its type if the repr
+    raises."""
     try:
         return f"{value!r:.{most}}"
-    except Exception as error:  # a class of the user's; integers of more than 4,300 digits
+    except Exception as error:  # a user's class, or an integer of more than 4,300 digits
         return f"a {type(value).__name__} whose repr raises {type(error).__name__}"
 
 
-#: Flags of functions that make training data, the likeliest cause of an error first.
+#: Flags of functions that make training data, in the order of likely causes of an error.
 _MAKERS = (
     "custom_convert_samples_to_train_data_path",
     "custom_generate_function_path",
@@ -478,8 +476,8 @@ _MAKERS = (
 
 
 def makers_of_samples(flags: Mapping[str, Any]) -> list[str]:
-    """The user's functions that make tokens and log-probs in a run with these ``flags``, as
-    messages name them.
+    """The names, for messages, of the user's functions that make tokens and log-probs in a run with
+    these ``flags``.
 
     Example:
         >>> makers_of_samples({"custom_generate_function_path": "mine.generate",
@@ -490,7 +488,7 @@ def makers_of_samples(flags: Mapping[str, Any]) -> list[str]:
 
 
 def named_functions(flags: Mapping[str, Any], dests: Iterable[str]) -> list[str]:
-    """Return the user's functions that the flags ``dests`` name, as messages write them."""
+    """Return the names, for messages, of the user's functions in the flags ``dests``."""
     found = []
     for dest in dests:
         given = flags.get(dest) or ()
@@ -504,7 +502,7 @@ def named_functions(flags: Mapping[str, Any], dests: Iterable[str]) -> list[str]
 
 
 def described(value: Any) -> str:
-    """What a function returned, in a few words of a message.
+    """A short description of a function's result, for messages.
 
     Example:
         >>> described(None), described(0.5), described((1, 2)), described("yes")
@@ -524,12 +522,12 @@ def described(value: Any) -> str:
 
 
 def user_function(path: str, flag: str = "") -> Callable[..., Any]:
-    """The sync function at ``path``, whose failures tell the user's lines (`failures_of`).
+    """The sync function at ``path``; its failures show the user's lines (`failures_of`).
 
     Args:
-        flag: that names it, for messages.
+        flag: the function's flag, for messages.
     Raises:
-        UserError: it cannot be loaded.
+        UserError: the function cannot be loaded.
     """
     fn = load_function(path)
 
@@ -545,11 +543,11 @@ def user_function(path: str, flag: str = "") -> Callable[..., Any]:
 
 
 async def call_user_function(path: str, *args: Any, flag: str = "", **kwargs: Any) -> Any:
-    """`call_hook` with the function at ``path``, whose failures tell the user's lines
+    """Call the function at ``path`` with `call_hook`; failures show the user's lines
     (`failures_of`).
 
     Args:
-        flag: that names it, for messages.
+        flag: the function's flag, for messages.
     """
     fn = load_function(path)
     with failures_of(named(path, flag)):
@@ -564,15 +562,15 @@ async def call_hook(
     limit: float | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Call a hook, and return what it returns: sync functions in a thread, async ones in a task of
-    their own (`slime.user_code.calls`), so that the caller can stop waiting.
+    """Call a hook and return its result: a sync function in a thread, an async function in its own
+    task (`slime.user_code.calls`), so that the caller can stop waiting.
 
     Args:
         optional: keyword arguments passed only if ``fn`` accepts them.
-        what: for messages, the path.
+        what: the path, for messages.
         limit: seconds.
     Raises:
-        FunctionHangs: it did not return within ``limit``.
+        FunctionHangs: ``fn`` did not return within ``limit``.
     """
     if optional:
         kwargs |= accepted(fn, optional)
@@ -586,7 +584,7 @@ async def call_hook(
             result = await run_in_thread(functools.partial(fn, *args, **kwargs), what, **seconds)
             return await run_isolated(result, what) if inspect.isawaitable(result) else result
     except TimeoutError:
-        if clock is None or not clock.expired():  # the function's own
+        if clock is None or not clock.expired():  # raised by the function itself
             raise
         raise FunctionHangs(
             f"'{what}' has not returned within {limit:g} s",
@@ -599,7 +597,7 @@ def optional_package(module: str, extra: str) -> ModuleType:
     """Import a module of an optional dependency.
 
     Raises:
-        UserError: it is not installed; names the extra that installs it.
+        UserError: the package is not installed; the message names the extra that installs it.
     """
     try:
         return importlib.import_module(module)

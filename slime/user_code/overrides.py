@@ -1,9 +1,9 @@
-"""Parts of a rollout that a plugin may replace, and what a plugin of the reference system is known
-by.
+"""Parts of a rollout that a plugin may replace, and how to recognise a plugin of the reference
+system.
 
-A run looks a part up each time it calls it: `override_of("generate")` is the plugin's function, or
-None where our own is used. `slime.compat` fills the tables when it is imported; nothing else knows
-the old import paths.
+A run looks up a part each time it calls it: `override_of("generate")` is the plugin's function, or
+None for the built-in one. `slime.compat` fills the tables when it is imported; no other package
+knows the old import paths.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _old_modules: set[str] = set()
 
 
 def override_of(part: Part) -> Any:
-    """The function that a plugin has put in the place of ``part``; None where ours is used.
+    """The plugin's function for ``part``; None for the built-in function.
 
     Example:
         >>> override_of("generate") is None
@@ -56,7 +56,7 @@ def override_of(part: Part) -> Any:
 
 
 def set_override(part: Part, function: Any) -> None:
-    """Use ``function`` for ``part`` from now on; None brings ours back."""
+    """Use ``function`` for ``part`` from now on; None restores the built-in function."""
     assert part in _PARTS, part
     if function is None:
         _overrides.pop(part, None)
@@ -65,13 +65,13 @@ def set_override(part: Part, function: Any) -> None:
 
 
 def register_old_modules(names: Mapping[str, Any]) -> None:
-    """Import paths that only plugins of the reference system use."""
+    """Register import paths that only plugins of the reference system use."""
     _old_modules.update(names)
 
 
 def old_plugin(config: Config) -> str | None:
-    """The path of the first hook whose file imports a path of the reference system; None where
-    there is none. A hook that cannot be loaded is refused elsewhere."""
+    """The path of the first hook whose file imports a module of the reference system; None if there
+    is none. Hooks that cannot be loaded are skipped: another check refuses them."""
     from slime.user_code.hooks import HOOKS
     from slime.user_code.loading import load_function  # needs installed packages
 
@@ -86,7 +86,7 @@ def old_plugin(config: Config) -> str | None:
 
 
 def follows_old_plugin(config: Config, flag: str) -> bool:
-    """Whether ``flag`` was left at its default in a run with a plugin of the reference system."""
+    """Whether ``flag`` has its default value in a run with a plugin of the reference system."""
     return config.origins.get(flag, "default") == "default" and old_plugin(config) is not None
 
 

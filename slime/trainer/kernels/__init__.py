@@ -2,5 +2,5 @@
 memory.
 
 These modules import triton, which comes with torch's CUDA builds: import them only where a tensor
-is on a GPU. For each there is a torch function that computes the same, which tests compare it with.
+is on a GPU. Tests compare each kernel with a torch function that computes the same.
 """

@@ -5,8 +5,8 @@
        q q q q k v │ q q q q k v │ …            key   [T, groups, dim]              norm, rotation
                                                 value [T, groups, dim]
 
-Unfused, these are a copy, two norms and two rotations, each of which reads and writes all of it,
-and twice as many passes in the backward pass. The arithmetic is in float32.
+Unfused, these are a copy, two norms and two rotations, each of which reads and writes its whole
+tensor, and twice as many passes in the backward pass. The arithmetic is in float32.
 """
 
 from __future__ import annotations
