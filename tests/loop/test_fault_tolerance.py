@@ -252,7 +252,8 @@ def test_an_engine_that_dies_again_and_again_ends_the_run(begin: Start, hold: Pa
     assert driver.end(60) == 1, driver.stderr
     error = driver.error()
     assert re.search(
-        r"engine-0 \(pid \d+\) died 4 times without a completed rollout in between.*SIGKILL", error[0]
+        r"engine-0 \(pid \d+\) died 4 times without a completed rollout in between.*SIGKILL",
+        error[0],
     )
     assert "last lines of its log" in "".join(error) and "--use-fault-tolerance" not in "".join(
         error
