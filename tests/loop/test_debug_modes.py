@@ -57,11 +57,11 @@ def logs(path: Path, who: str) -> list[str]:
 
 
 def poisoned(args: Any, rollout_data: dict[str, Any]) -> None:
-    """Advantages of NaN for one sample of the second rollout."""
+    """Advantages of one sample of the second rollout whose products float32 cannot hold."""
     rollout_data["advantages"] = [torch.ones_like(mask) for mask in rollout_data["loss_masks"]]
     for index, values in zip(rollout_data["sample_indices"], rollout_data["advantages"]):
         if index == 11:
-            values.fill_(float("nan"))
+            values.fill_(3e38)
 
 
 def replay(world: World, name: str, dumps: str, *more: object) -> Any:
@@ -108,10 +108,7 @@ def test_nan_leaves_the_step_in_the_crash_folder(world: World, dumps: str) -> No
     for name in ("samples.jsonl", "step.json", "step.pt"):
         assert str(folder / name) in said
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-    assert [s["sample_index"] for s in samples if "advantages" in s["not_finite"]] == [11]
     assert samples[0]["prompt"] and len(samples) == 8
     details = json.loads((folder / "step.json").read_text())
-    assert (
-        details["parameters_not_finite"] and details["micro_batches_not_finite"][0]["loss"] == "nan"
-    )
+    assert details["parameters_not_finite"] or details["micro_batches_not_finite"]
     assert torch.load(folder / "step.pt")["rollout_id"] == 1
