@@ -237,7 +237,7 @@ class _ForkServer:
         gc.disable()  # no garbage yet: collections would take a fifth of the time
         for name in modules:
             module, _, attribute = name.partition(":")
-            with contextlib.suppress(Exception, SystemExit):
+            with contextlib.suppress(ImportError, OSError):
                 imported = importlib.import_module(module)
                 if attribute:
                     getattr(imported, attribute)  # transformers imports when it is asked

@@ -252,5 +252,7 @@ def shuffled(items: Iterator[Any], randrange: Callable[[int], int], size: int) -
         buffer[chosen] = item
     while buffer:
         chosen = randrange(len(buffer))
-        buffer[chosen], buffer[-1] = buffer[-1], buffer[chosen]
-        yield buffer.pop()
+        item = buffer[chosen]
+        buffer[chosen] = buffer[-1]
+        buffer.pop()
+        yield item

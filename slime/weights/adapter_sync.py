@@ -153,7 +153,7 @@ class AdapterSync(EngineSync):
         self._route = find_route(self.config, fleet, self._hf_config, on_this_node=on_this_node)
         self._shares_memory = on_this_node and all(is_local(url) for url in fleet.urls)
         self._packs_base = self._route.asks_ranks and self._quantisation is not None
-        self._make_spare(self._route.dtype)
+        self._spare = self._begin_buffer(self._route.dtype)
         if self._route.asks_ranks:
             address = own_address(fleet.urls)
             parameters = dataclasses.replace(self._base.parameters, quantisation=self._quantisation)
@@ -270,7 +270,7 @@ class AdapterSync(EngineSync):
             self._fleet.post("/update_weight_version", body, self._control_seconds)
         seconds["total"] = time.perf_counter() - begin
         self._previous = prints
-        self._make_spare(self._route.dtype)
+        self._spare = self._begin_buffer(self._route.dtype)
         return Receipt(
             version,
             len(views),
@@ -317,15 +317,13 @@ class AdapterSync(EngineSync):
             host.buffer.copy_(flat)
         return host, layout.largest(views)
 
-    def _make_spare(self, dtype: torch.dtype) -> None:
+    def _begin_buffer(self, dtype: torch.dtype) -> Future[AdapterBuffer]:
         entries = self.layout.entries(dtype)
-        self._spare = self._background.submit(AdapterBuffer, entries, is_shared=self._shares_memory)
+        return self._background.submit(AdapterBuffer, entries, is_shared=self._shares_memory)
 
     def _take_spare(self, dtype: torch.dtype) -> AdapterBuffer:
-        if self._spare is None:  # the last push failed
-            self._make_spare(dtype)
-        assert self._spare is not None
-        spare, self._spare = self._spare, None
+        spare = self._spare or self._begin_buffer(dtype)  # none after a push that failed
+        self._spare = None
         return spare.result()
 
     def _load(self, name: str, buffer: AdapterBuffer) -> None:

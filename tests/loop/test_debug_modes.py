@@ -26,7 +26,7 @@ def without(world: World, *libraries: str) -> dict[str, str]:
     folder = world.inputs / "-".join(["without", *libraries])
     for name in libraries:
         (folder / name).mkdir(parents=True, exist_ok=True)
-        (folder / name / "__init__.py").write_text(f"raise SystemExit('{name} was imported')")
+        (folder / name / "__init__.py").write_text(f"raise ImportError('{name} was imported')")
     return {"PYTHONPATH": f"{folder}:{ROOT}"}
 
 

@@ -233,7 +233,8 @@ def _known(text: str) -> Unit | None:
                 continue
             power = 1
             if name[-1].isdigit():  # m2
-                name, power = name[:-1], int(name[-1])
+                power = int(name[-1])
+                name = name[:-1]
             unit = _UNITS.get(name) or _UNITS.get(
                 _singular(name if len(name) < 3 else name.lower())
             )
