@@ -18,7 +18,8 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import yaml
 
@@ -100,7 +101,9 @@ class EvalDataset:
 
 
 _KEYS = {f.name for f in dataclasses.fields(EvalDataset)}
-_OPTIONAL = {f.name for f in dataclasses.fields(EvalDataset) if "None" in str(f.type)}
+_OPTIONAL = {
+    name for name, kind in get_type_hints(EvalDataset).items() if NoneType in get_args(kind)
+}
 _PER_SET_ONLY = {"name", "path"}
 #: key → the flag that gives its type and range
 _FLAGS = {
@@ -173,7 +176,8 @@ def _check_sampling(dataset: EvalDataset) -> None:
     try:
         dataset.sampling_params()
     except UserError as error:
-        raise UserError(f"evaluation set {dataset.name}: {error.what}") from error
+        what = f"evaluation set {dataset.name}: {error.what}"
+        raise UserError(what, error.why, error.fix) from error
 
 
 def resolved(entry: dict[str, Any], config: Config) -> dict[str, Any]:
