@@ -36,10 +36,17 @@ import aiohttp
 from benchmarks.gpu import ranks
 from benchmarks.gpu.generation import empty_cache, speed_of, straight
 from benchmarks.gpu.report import Report, Row, at_least, at_most
-from benchmarks.gpu.setting import await_engine, engine, make_model, median, new_parser, workspace
+from benchmarks.gpu.setting import (
+    await_engine,
+    engine,
+    gpu_ids,
+    make_model,
+    median,
+    new_parser,
+    workspace,
+)
 from slime.config import make_config
 from slime.engines.adapters import ADAPTER_FIELD, UNLOAD_ADAPTER, adapter_name
-from slime.processes.host import num_gpus
 
 _PATIENCE = 300.0
 
@@ -68,11 +75,12 @@ def main(argv: list[str] | None = None) -> int:
 def with_adapters(args: argparse.Namespace, folder: Path) -> Row:
     model = make_model(args, folder)
     flags = {**_flags(args, model), "lora_rank": args.rank}
-    with engine(args, make_config(**flags), model, folder, _gpus()) as url:
+    with engine(args, make_config(**flags), model, folder, gpu_ids(0, 1)) as url:
         go = mp.get_context("spawn").Event()
         traffic = Traffic(args, url, go)
         slot = 0 if args.way == "colocated" else 1
-        pushes = ranks.run(push, 1, flags, url, slot, args.rounds, go, on_answer=traffic.follow)
+        gpu = "".join(gpu_ids(slot, 1))
+        pushes = ranks.run(push, 1, flags, url, gpu, args.rounds, go, on_answer=traffic.follow)
         outcomes = traffic.stop()
         speeds = asyncio.run(generation(args, url, ["", traffic.name]))
     base, adapted = (median(speeds[name]) for name in ("", traffic.name))
@@ -98,7 +106,7 @@ def with_adapters(args: argparse.Namespace, folder: Path) -> Row:
 
 def without_adapters(args: argparse.Namespace, folder: Path, base: float) -> Row:
     model = make_model(args, folder)
-    with engine(args, make_config(**_flags(args, model)), model, folder, _gpus()) as url:
+    with engine(args, make_config(**_flags(args, model)), model, folder, gpu_ids(0, 1)) as url:
         speeds = asyncio.run(generation(args, url, [""]))[""]
     return {
         "tokens_per_second": median(speeds),
@@ -123,11 +131,6 @@ def _flags(args: argparse.Namespace, model: Path) -> dict[str, Any]:
     return flags
 
 
-def _gpus() -> tuple[str, ...]:
-    """The engine's."""
-    return ("0",) if num_gpus() else ()
-
-
 # -- the trainer's rank ----------------------------------------------------------------------------
 
 
@@ -136,14 +139,14 @@ def push(
     answer: ranks.Answer,
     flags: dict[str, Any],
     url: str,
-    slot: int,
+    gpu: str,
     rounds: int,
     go: Any,
 ) -> None:
     """Push ``rounds`` times alone, then ``rounds`` times when ``go`` is set; answer with each
     version of the latter, and with all receipts at the end."""
-    if num_gpus():
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(slot)
+    if gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
 
     import torch
 

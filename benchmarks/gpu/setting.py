@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing as mp
+import os
 import resource
 import statistics
 import subprocess
@@ -145,6 +146,22 @@ def workspace() -> Iterator[Path]:
         prefix="slime-benchmark-", ignore_cleanup_errors=True
     ) as folder:
         yield Path(folder)
+
+
+def gpu_ids(first: int, count: int) -> tuple[str, ...]:
+    """Some of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES spells them; () on a CPU.
+
+    Raises:
+        ValueError: it sees fewer.
+    """
+    here = num_gpus()
+    if not here:
+        return ()
+    if first + count > here:
+        raise ValueError(f"this takes {first + count} GPUs, {here} are here")
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = seen.split(",") if seen else [str(number) for number in range(here)]
+    return tuple(names[first : first + count])
 
 
 # -- servers ---------------------------------------------------------------------------------------

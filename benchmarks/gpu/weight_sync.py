@@ -25,7 +25,6 @@ import argparse
 import cProfile
 import json
 import multiprocessing as mp
-import os
 import pstats
 import sys
 from collections.abc import Callable
@@ -36,11 +35,18 @@ from benchmarks.gpu import ranks
 from benchmarks.gpu.quantised_models import FORMATS, Sizes, convert, quantise_on_gpu
 from benchmarks.gpu.quantised_state import STATE, state_of
 from benchmarks.gpu.report import Report, Row, at_most
-from benchmarks.gpu.setting import await_engine, engine, make_model, median, new_parser, workspace
+from benchmarks.gpu.setting import (
+    await_engine,
+    engine,
+    gpu_ids,
+    make_model,
+    median,
+    new_parser,
+    workspace,
+)
 from benchmarks.gpu.trainer import FULL_LAYERS, SHAPES
 from slime.config import make_config
 from slime.engines.fleet import EngineFleet
-from slime.processes.host import num_gpus
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -86,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
 def measure(args: argparse.Namespace, folder: Path) -> Row:
     world = max(args.tp, args.ep) * args.pp
     first = 0 if args.way == "colocated" else world  # GPU of the engine
-    gpus = _gpus(first, args.tp)
+    gpus = gpu_ids(first, args.tp)
     model = make_model(args, folder)
     served = as_served(model, args.served) if args.served else model
     flags: dict[str, Any] = {
@@ -272,17 +278,6 @@ def _memory(url: str, verb: str, tags: list[str]) -> None:
     fleet = EngineFleet([url])
     fleet.post(f"/{verb}_memory_occupation", {"tags": tags}, 120)
     fleet.close()
-
-
-def _gpus(first: int, count: int) -> tuple[str, ...]:
-    here = num_gpus()
-    if not here:
-        return ()
-    if first + count > here:
-        raise ValueError(f"this takes {first + count} GPUs, {here} are here")
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = seen.split(",") if seen else [str(number) for number in range(here)]
-    return tuple(names[first : first + count])
 
 
 if __name__ == "__main__":
