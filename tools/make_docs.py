@@ -7,7 +7,7 @@ python tools/make_docs.py
     docs/known-problems.md  from slime/diagnosis/data/
     docs/import-paths.md    from slime/compat/import_paths.toml
     docs/lora.md            its table of what fits, from the memory plan
-    docs/algorithms.md      its table of estimators, from slime/algorithms/estimators.py
+    docs/algorithms.md      its estimators, from slime/algorithms/estimators.py
     docs/coming-from.md     its tables, from slime/config/data/other_systems.toml and the flag tables
 """
 
@@ -452,37 +452,55 @@ _TABLE_BEGIN = "<!-- begin of the table by tools/make_docs.py -->\n"
 _TABLE_END = "<!-- end of the table by tools/make_docs.py -->"
 
 
-def _page_with_table(name: str, table: str) -> str:
-    """The page with the table between its marks made anew."""
-    before, _, rest = _read_page(name).partition(_TABLE_BEGIN)
-    _, _, after = rest.partition(_TABLE_END)
-    return f"{before}{_TABLE_BEGIN}{table}{_TABLE_END}{after}"
+def _page_with_tables(name: str, *tables: str) -> str:
+    """The page with the text between each pair of marks made anew."""
+    page, *rest = _read_page(name).split(_TABLE_BEGIN)
+    for table, part in zip(tables, rest, strict=True):
+        page += f"{_TABLE_BEGIN}{table}{_TABLE_END}{part.partition(_TABLE_END)[2]}"
+    return page
 
 
 # -- docs/algorithms.md ----------------------------------------------------------------------------
 
 
-def _estimators_table() -> str:
+def _estimator_chooser() -> str:
     from slime.algorithms.estimators import ESTIMATORS
 
-    lines = [
-        "| estimator | reward of a sample | advantage of a token | loss of a token | mean over | "
-        "choose it for |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["| goal or situation | `--advantage-estimator` |", "|---|---|"]
     for name, row in ESTIMATORS.items():
-        mean = "each trajectory, then trajectories"
-        if row.facts.averages_group:
-            mean = "all tokens of a group, then groups"
-        if row.facts.sums_tokens:
-            mean = "sums over `--rollout-max-response-len`, then trajectories"
+        lines.append(f"| {row.words.goal} | [`{name}`](#{name}) |")
+    return "\n".join(lines) + "\n"
+
+
+def _estimator_sections() -> str:
+    from slime.algorithms.estimators import ESTIMATORS
+
+    parts = []
+    for name, row in ESTIMATORS.items():
+        facts = row.facts
+        mean = "mean over trajectories of the mean of ℓ_t over their trained tokens"
+        if facts.averages_group:
+            mean = "mean over groups of the mean of ℓ_t over their trained tokens"
+        if facts.sums_tokens:
+            mean = "mean over trajectories of Σ ℓ_t / --rollout-max-response-len"
+        flags = {
+            "`--normalize-advantages` (needed)": facts.needs_whitening,
+            "`--kl-coef`": facts.takes_token_kl,
+            "`--gamma`": facts.discounts,
+            "`--eps-clip`, `--eps-clip-high`": facts.clips_ratio,
+            "`--eps-clip-c`": facts.dual_clip,
+            "`--sapo-tau-pos`, `--sapo-tau-neg`": name == "sapo",
+            "`--disable-grpo-std-normalization`": facts.std_normalized,
+        }
         paper = re.sub(r"arXiv:(\d{4}\.\d{5})", r"[\1](https://arxiv.org/abs/\1)", row.paper)
         words = row.words
-        lines.append(
-            f"| `{name}`: {paper} | {words.reward} | {words.advantage} | {words.loss} | {mean} | "
-            f"{words.choose} |"
+        parts.append(
+            f"### {name}\n\n{words.choose}\n\n"
+            f"    r_i = {words.reward}\n    A_t = {words.advantage}\n"
+            f"    ℓ_t = {words.loss}\n    L   = {mean}\n\n"
+            f"Flags: {', '.join(flag for flag, acts in flags.items() if acts)}. Paper: {paper}.\n"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join(parts)
 
 
 # -- docs/lora.md ----------------------------------------------------------------------------------
@@ -565,8 +583,10 @@ def _longest(model: Path, gpus: int, positions: int, flags: dict[str, Any]) -> d
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "docs/lora.md": lambda: _page_with_table("docs/lora.md", _fits_table()),
-    "docs/algorithms.md": lambda: _page_with_table("docs/algorithms.md", _estimators_table()),
+    "docs/lora.md": lambda: _page_with_tables("docs/lora.md", _fits_table()),
+    "docs/algorithms.md": lambda: _page_with_tables(
+        "docs/algorithms.md", _estimator_chooser(), _estimator_sections()
+    ),
     "docs/flags.md": flags_page,
     "docs/hooks.md": lambda: hooks_page(
         (ROOT / "slime" / "user_code" / "hooks.py").read_text(encoding="utf-8"),
