@@ -186,9 +186,7 @@ class RolloutFunction(Protocol):
 
     def __call__(
         self, args: Any, rollout_id: int, data_source: DataSource, /, *, evaluation: bool
-    ) -> (
-        RolloutFnTrainOutput | RolloutFnEvalOutput | list[list[Any]] | dict[str, dict[str, Any]]
-    ): ...
+    ) -> RolloutFnTrainOutput | RolloutFnEvalOutput | list[Any] | dict[str, Any]: ...
 
 
 class GenerateFunction(Protocol):
@@ -287,9 +285,7 @@ class RewardFunction(Protocol):
         ...     return float(sample.response.strip() == sample.label)
     """
 
-    def __call__(
-        self, args: Any, sample: Any, /
-    ) -> float | dict[str, Any] | list[float] | list[dict[str, Any]]: ...
+    def __call__(self, args: Any, sample: Any, /) -> float | dict[str, Any] | list[Any]: ...
 
 
 class DynamicFilter(Protocol):
