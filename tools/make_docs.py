@@ -316,7 +316,7 @@ def troubles_page() -> str:
     for section, troubles in SECTIONS.items():
         parts += [
             f"## {section}\n",
-            "| name | what is seen | why | what to try | provoked by |",
+            "| name | symptom | cause | what to try | example that causes it |",
             "|---|---|---|---|---|",
         ]
         for trouble in troubles:
