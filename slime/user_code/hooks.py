@@ -285,7 +285,9 @@ class RewardFunction(Protocol):
         ...     return float(sample.response.strip() == sample.label)
     """
 
-    def __call__(self, args: Any, sample: Any, /) -> float | dict[str, Any] | list[Any]: ...
+    def __call__(
+        self, args: Any, sample: Sample | list[Sample], /
+    ) -> float | dict[str, Any] | list[Any]: ...
 
 
 class DynamicFilter(Protocol):
@@ -455,7 +457,7 @@ class RolloutDataPostprocess(Protocol):
     stages without the output layer call the function, too; log-probs and advantages are None there.
     """
 
-    def __call__(self, args: Any, rollout_id: int, rollout_data: Any, /) -> None: ...
+    def __call__(self, args: Any, rollout_id: int, rollout_data: dict[str, Any], /) -> None: ...
 
 
 class LossFunction(Protocol):
@@ -497,7 +499,7 @@ class LossFunction(Protocol):
     def __call__(
         self,
         args: Any,
-        batch: Any,
+        batch: dict[str, Any],
         logits: torch.Tensor,
         sum_of_sample_mean: Callable[[torch.Tensor], torch.Tensor],
         /,
@@ -521,7 +523,7 @@ class AdvantageFunction(Protocol):
         ...     ]
     """
 
-    def __call__(self, args: Any, rollout_data: Any, /) -> None: ...
+    def __call__(self, args: Any, rollout_data: dict[str, Any], /) -> None: ...
 
 
 class TisFunction(Protocol):
