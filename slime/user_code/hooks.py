@@ -222,7 +222,7 @@ class GenerateFunction(Protocol):
 
     Example (built-in generation with another stop string; `slime.rollout.generate.generate`):
         >>> async def generate_line(args, sample, sampling_params):
-        ...     sampling_params["stop"] = [chr(10)]
+        ...     sampling_params["stop"] = ["\\n"]
         ...     sample = await generate(args, sample, sampling_params)
         ...     sample.metadata["is_empty"] = not sample.response.strip()
         ...     return sample
@@ -250,7 +250,7 @@ class SampleHook(Protocol):
 
     Example:
         >>> def count_lines(args, sample, **kwargs):
-        ...     sample.metadata["lines"] = sample.response.count(chr(10)) + 1
+        ...     sample.metadata["lines"] = sample.response.count("\\n") + 1
         ...     sample.remove_sample = sample.metadata["lines"] > 100  # not trained on
     """
 
