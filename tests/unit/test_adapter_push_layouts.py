@@ -19,6 +19,7 @@ from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import Pools, trainer_config
 
 VOCABULARY = {"lora_target_modules": ("q_proj", "embed_tokens", "lm_head")}
+ETP2 = {"expert_tensor_parallel_size": 2}
 SHARED = {"lora_experts": "shared-outer"}
 
 
@@ -49,6 +50,7 @@ def push_job(info: Any, flags: dict[str, Any], url: str) -> dict[str, Any]:
     [
         pytest.param("qwen3_moe", 2, PP2, {}, id="PP2"),
         pytest.param("qwen3_moe", 2, EP2 | ETP1, SHARED, id="EP2"),
+        pytest.param("qwen3_moe", 2, TP2 | ETP2, {"lora_rank_by_topk": True}, id="TP2 x ETP2"),
         pytest.param(
             "qwen3_moe", 4, TP2 | PP2 | EP2 | ETP1, {}, id="TP2 x PP2 x EP2", marks=pytest.mark.full
         ),
