@@ -40,8 +40,8 @@ def fingerprint(tensor: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(flat.numpy().data)
 
 
-#: Below this many bytes, threads take longer to start than hashing takes.
-_BYTES_FOR_THREADS = 16 << 20
+#: Below this many bytes, hashing takes ten milliseconds and threads gain nothing.
+_BYTES_FOR_THREADS = 256 << 20
 _MOST_THREADS = 8
 
 
