@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from typing import Any
 
 import torch
 import xxhash
+
+from slime.processes.host import num_cpus
 
 #: nbytes → uint8 tensor of that many elements; lets the caller pack into shared or pinned memory.
 Allocate = Callable[[int], torch.Tensor]
@@ -47,7 +48,7 @@ _MOST_THREADS = 8
 
 def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return the `fingerprint` of each tensor, by name; of many bytes on several cores."""
-    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    threads = min(_MOST_THREADS, num_cpus())
     if threads == 1 or sum(tensor.nbytes for tensor in tensors.values()) < _BYTES_FOR_THREADS:
         return _each_fingerprint(tensors.items())
     pairs = list(tensors.items())
