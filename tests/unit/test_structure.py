@@ -33,7 +33,7 @@ BUDGETS = {
     "config": 5_760,  # estimators, importance levels, rejection, preferences, images, kept weights
     "diagnosis": 4_570,
     "embedded": 5_870,  # sinks, stacks of experts, queries that grow, profiles
-    "engines": 4_305,  # log-probs behind the filters, channels of gpt-oss
+    "engines": 4_320,  # log-probs behind the filters, channels of gpt-oss
     "environments": 420,
     "forecast": 850,
     ".": 1_500,
@@ -41,7 +41,7 @@ BUDGETS = {
     "models": 5_675,  # gpt-oss, stacks of experts, models around text models
     "observe": 3_410,  # profiles, three trackers, ranges of recipes
     "page": 1_640,
-    "processes": 1_055,  # the preloaded process
+    "processes": 1_060,  # the preloaded process
     "prompts": 4_260,  # rows of preferences, forms of messages
     "rollout": 9_060,  # preferences, reward models, values of evaluation sets
     "run": 2_260,  # lengths that longrope is computed for, profiles, data sets from Python
@@ -49,7 +49,7 @@ BUDGETS = {
     "sandbox": 930,
     "trainer": 9_245,
     "user_code": 970,
-    "weights": 3_040,  # adapters' host memory, canaries asked again
+    "weights": 3_130,  # adapters' host memory and runs, canaries asked again
 }
 #: Programs that run without the package keep their time constants.
 STANDALONE = {
