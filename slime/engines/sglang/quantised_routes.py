@@ -64,7 +64,7 @@ _KINDS = {
     "broadcast": "broadcast (engines on separate GPUs)",
     "disk": "--update-weight-transport disk",
 }
-_FP8_NEEDS = (("tp_size", (1,)), ("fp8_gemm_backend", ("triton",)))
+_FP8_NEEDS = (("tp_size", (1, 2)), ("fp8_gemm_backend", ("triton",)))
 _TWICE_ROUNDED = (
     "SGLang computes gate and up of an expert with the larger of their two scales, for which it "
     "rounds one of them a second time: engines would hold other weights than a push brought, and "
