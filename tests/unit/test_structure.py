@@ -27,7 +27,7 @@ BUDGETS = {
     "agents": 1_640,
     "algorithms": 1_390,  # four estimators, sampling masks, divergences
     "checkpoints": 4_870,  # MXFP4, reward models, names of PEFT
-    "cli": 2_760,  # plan, launch, compare, images in a chat, refusals of flags without effect
+    "cli": 2_765,  # plan, launch, compare, images in a chat, refusals of flags without effect
     "cluster": 4_845,  # host memory of nodes, profiles, errors of engines, GPUs of ranks
     "compat": 1_375,
     "config": 5_760,  # estimators, importance levels, rejection, preferences, images, kept weights
@@ -43,7 +43,7 @@ BUDGETS = {
     "page": 1_640,
     "processes": 1_055,  # the preloaded process
     "prompts": 4_260,  # rows of preferences, forms of messages
-    "rollout": 9_060,  # preferences, reward models, values of evaluation sets
+    "rollout": 9_085,  # preferences, reward models, values of evaluation sets, unused reward keys
     "run": 2_260,  # lengths that longrope is computed for, profiles, data sets from Python
     "samples": 2_250,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 930,
