@@ -42,8 +42,8 @@ BUDGETS = {
     "observe": 3_410,  # profiles, three trackers, ranges of recipes
     "page": 1_640,
     "processes": 1_055,  # the preloaded process
-    "prompts": 4_260,  # rows of preferences, forms of messages
-    "rollout": 9_085,  # preferences, reward models, values of evaluation sets, unused reward keys
+    "prompts": 4_265,  # rows of preferences, forms of messages
+    "rollout": 9_100,  # preferences, reward models, evaluation sets, keys and labels without effect
     "run": 2_260,  # lengths that longrope is computed for, profiles, data sets from Python
     "samples": 2_250,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 930,
