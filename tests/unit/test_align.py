@@ -446,6 +446,12 @@ def test_the_first_part_that_differs(directory: Path) -> None:
         assert "the mlp of layer 0 is the first that differs" in found.lines()[0]
 
 
+def test_sides_without_a_part_in_common_are_not_compared() -> None:
+    found = compare({"0": torch.ones(1, 1)}, {"1": torch.ones(1, 1)}, {"0": torch.ones(1, 1)})
+    assert found.first is None and found.side == ""
+    assert "no part in common" in found.lines()[0]
+
+
 def test_turns_and_growth() -> None:
     counted = torch.tensor([1, 1, 0, 0, 1, 1, 1, 1]).bool()
     sample = Scored("sample 0", torch.arange(10), torch.zeros(8).double(), None, counted)
