@@ -32,7 +32,7 @@ BUDGETS = {
     "compat": 1_375,
     "config": 5_760,  # estimators, importance levels, rejection, preferences, images, kept weights
     "diagnosis": 4_570,
-    "embedded": 5_870,  # sinks, stacks of experts, queries that grow, profiles
+    "embedded": 5_875,  # sinks, stacks of experts, queries that grow, profiles
     "engines": 4_305,  # log-probs behind the filters, channels of gpt-oss
     "environments": 420,
     "forecast": 850,
