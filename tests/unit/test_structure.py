@@ -27,7 +27,7 @@ BUDGETS = {
     "agents": 1_640,
     "algorithms": 1_390,  # four estimators, sampling masks, divergences
     "checkpoints": 4_870,  # MXFP4, reward models, names of PEFT
-    "cli": 2_765,  # plan, launch, compare, images in a chat, refusals of flags without effect
+    "cli": 2_785,  # plan, launch, compare, images in a chat, flags and adapters without effect
     "cluster": 4_845,  # host memory of nodes, profiles, errors of engines, GPUs of ranks
     "compat": 1_375,
     "config": 5_760,  # estimators, importance levels, rejection, preferences, images, kept weights
