@@ -88,6 +88,8 @@ def resolve_load(config: Config, corrupt: Sequence[Damage] = ()) -> LoadPlan:
     resumable = (
         given is not None and flags.save is not None and _same(Path(given), Path(flags.save))
     )
+    if given is not None and not resumable and not Path(given).exists():
+        raise _nothing_there(Path(given), "--load")
     if not resumable and flags.save is not None:
         _refuse_foreign_save(Path(flags.save))
     if given is not None:

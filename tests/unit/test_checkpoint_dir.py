@@ -255,6 +255,14 @@ def test_another_runs_checkpoints_are_not_overwritten(hf: Path, root: Path) -> N
         plan_of(save=root, hf_checkpoint=hf)
 
 
+def test_a_load_that_is_not_there_is_named_before_the_runs_own_checkpoints(
+    hf: Path, root: Path
+) -> None:
+    with pytest.raises(UserError, match=r"--load .*none does not exist") as raised:
+        plan_of(load=root.parent / "none", save=root, hf_checkpoint=hf)
+    assert "set it to the --save directory to resume" in raised.value.fix
+
+
 def test_no_weights_at_all(root: Path) -> None:
     with pytest.raises(UserError, match="no weights to start from"):
         plan_of(load=root, save=root)
