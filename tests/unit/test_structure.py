@@ -30,7 +30,7 @@ BUDGETS = {
     "cli": 2_785,  # plan, launch, compare, images in a chat, flags and adapters without effect
     "cluster": 4_845,  # host memory of nodes, profiles, errors of engines, GPUs of ranks
     "compat": 1_375,
-    "config": 5_760,  # estimators, importance levels, rejection, preferences, images, kept weights
+    "config": 5_800,  # estimators, importance levels, rejection, preferences, images, kept weights
     "diagnosis": 4_570,
     "embedded": 5_875,  # sinks, stacks of experts, queries that grow, profiles
     "engines": 4_305,  # log-probs behind the filters, channels of gpt-oss
