@@ -434,3 +434,19 @@ def test_keys_that_each_run_makes_and_encryption_that_no_client_speaks_are_refus
 ) -> None:
     with pytest.raises(UserError, match=r"its own key|plain HTTP"):
         make_config(**{flag: "x"})
+
+
+def test_data_that_is_not_drawn_from_is_warned_of() -> None:
+    flags: dict[str, Any] = {"prompt_data": "a.jsonl", "rollout_batch_size": 1}
+    (warning,) = make_config(**flags, rollout_global_dataset=False).warnings
+    assert warning.startswith("--prompt-data with --disable-rollout-global-dataset")
+    own = {"data_source_path": "mine.Source", "rollout_global_dataset": False}
+    assert not any("--disable-rollout" in text for text in make_config(**flags, **own).warnings)
+    assert make_config(**flags).warnings == make_config(rollout_batch_size=1).warnings
+
+
+def test_a_level_that_a_function_of_importance_weights_replaces_is_warned_of() -> None:
+    flags: dict[str, Any] = {"use_tis": True, "tis_level": "sequence", "rollout_batch_size": 1}
+    assert not any("--tis-level" in warning for warning in make_config(**flags).warnings)
+    (warning,) = make_config(**flags, custom_tis_function_path="mine.weigh").warnings
+    assert "--tis-level has no effect with --custom-tis-function-path" in warning
