@@ -173,6 +173,11 @@ class AlgorithmConfig:
                 *estimators_where("std_normalized"),
                 why="the other estimators do not divide by it",
             ),
+            unless(
+                "disable_rewards_normalization",
+                why="raw rewards are divided by nothing",
+                warns=True,
+            ),
             _OWN_REWARDS,
             _OWN_COLUMNS,
         ),

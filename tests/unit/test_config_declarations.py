@@ -450,3 +450,23 @@ def test_a_level_that_a_function_of_importance_weights_replaces_is_warned_of() -
     assert not any("--tis-level" in warning for warning in make_config(**flags).warnings)
     (warning,) = make_config(**flags, custom_tis_function_path="mine.weigh").warnings
     assert "--tis-level has no effect with --custom-tis-function-path" in warning
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            {"disable_rewards_normalization": True, "disable_grpo_std_normalization": True},
+            "--disable-grpo-std-normalization has no effect with --disable-rewards-normalization",
+        ),
+        (
+            {"lora_rank": 4, "update_weight_transport": "disk", "update_weight_disk_dir": "x"},
+            "--update-weight-transport has no effect with --lora-rank",
+        ),
+    ],
+)
+def test_flags_of_what_another_flag_leaves_out_are_warned_of(
+    flags: dict[str, Any], said: str
+) -> None:
+    warnings = make_config(rollout_batch_size=1, hf_checkpoint="x", **flags).warnings
+    assert any(warning.startswith(said) for warning in warnings)
