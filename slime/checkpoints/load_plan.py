@@ -88,6 +88,8 @@ def resolve_load(config: Config, corrupt: Sequence[Damage] = ()) -> LoadPlan:
     resumable = (
         given is not None and flags.save is not None and _same(Path(given), Path(flags.save))
     )
+    if given is not None and not resumable and not Path(given).exists():
+        raise _nothing_there(Path(given), "--load")
     if not resumable and flags.save is not None:
         _refuse_foreign_save(Path(flags.save))
     if given is not None:
@@ -194,6 +196,21 @@ def reference_adapter(config: Config) -> Path | None:
         )
     _refuse_step(path, config.checkpoint.ref_ckpt_step, "--ref-ckpt-step", "a PEFT adapter")
     return path
+
+
+def unused_reference(config: Config) -> str:
+    """Return the warning that nothing reads --ref-load; else "". It names the reference model, the
+    base of adapters, and where training starts without another --load."""
+    flags = config.checkpoint
+    given = _own_reference(config)
+    if given is None or config.algorithm.needs_reference or config.lora.lora_rank:
+        return ""
+    if flags.load is None or (flags.save is not None and _same(Path(flags.load), Path(flags.save))):
+        return ""
+    return (
+        f"--ref-load {given} has no effect: training starts from --load {flags.load}, and neither "
+        "the loss nor the reward compares with a reference model"
+    )
 
 
 def resolve_critic(config: Config, plan: LoadPlan) -> LoadPlan:

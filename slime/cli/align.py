@@ -106,6 +106,7 @@ def _found(asked: _Asked) -> tuple[str, dict[str, Any], int]:
             # resolve it here, before the working directory changes to the run's
             options[name] = str(Path(options[name]).resolve())
     folder: Path | None = None
+    keeps_folder = False
     try:
         if asked.sources:
             config, samples = _recorded(asked)
@@ -124,14 +125,14 @@ def _found(asked: _Asked) -> tuple[str, dict[str, Any], int]:
         engine = EngineThere(options["--engine"]) if "--engine" in options else None
         result = examined(config, samples, chosen, engine)
     except LeftOut as reason:
-        if folder is not None:
-            folder.rmdir()
         raise UserError(f"there is nothing to compare: {reason}") from reason
     except RoundFailed as failure:
+        keeps_folder = True  # its logs say more
         finding = Finding(TROUBLES["round-failed"], str(failure))
         return _told(finding), {"ok": False, "causes": [finding.as_json()]}, 1
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        if folder is not None and not keeps_folder:
+            shutil.rmtree(folder, ignore_errors=True)
     return text(result), as_json(result), int(result.sides_differ)
 
 

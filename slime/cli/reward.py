@@ -25,6 +25,7 @@ from slime.prompts.labels import label_text, written
 from slime.prompts.problems import Problems, RowProblem, missing_key
 from slime.prompts.readers import iter_rows
 from slime.prompts.row_format import RowFormat, read_prompt
+from slime.rollout.finish import unused_key
 from slime.rollout.rewards.pool import RM_TYPES, RewardPool
 from slime.rollout.rewards.row_checks import RewardJudge
 from slime.samples.types import Sample, SampleStatus
@@ -61,6 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     samples = _samples(config, flags.response, flags.response_key, flags.max_rows)
     started = time.perf_counter()
     rewards, metrics = asyncio.run(_score(config, samples))
+    if warning := unused_key("--reward-key", flags.reward_key, rewards):
+        print(warning, file=sys.stderr)
     _report(samples, rewards, metrics, time.perf_counter() - started, flags.reward_key)
     return 0
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from slime import deadlines
-from slime.checkpoints.peft_files import is_loadable, read_adapter, write_plain
+from slime.checkpoints.peft_files import is_loadable, module_of, read_adapter, write_plain
 from slime.cli.arguments import Arguments
 from slime.cli.convert import PRECISIONS
 from slime.cli.model_source import (
@@ -51,6 +51,7 @@ from slime.errors import RunFailed, UserError
 from slime.files import left_behind
 from slime.http_access import is_loopback
 from slime.models import family_name, family_of, read_hf_config
+from slime.models.adapters import adaptable_by_name
 from slime.models.spec import named_dtype
 from slime.processes.host import bind, reserve_port
 
@@ -232,6 +233,8 @@ def serving(
     config = make_config(**flags)
     record = engine_of(config)
     record.check_installed()
+    for adapter in (adapters or {}).values():
+        _check_modules(adapter, directory)
     reservation = None if port else reserve_port(host)
     if reservation is not None:
         port = reservation.port
@@ -272,6 +275,26 @@ def serving(
         os.close(lock)
         if reservation is not None:
             reservation.release()
+
+
+def _check_modules(adapter: Path, base: Path) -> None:
+    """
+    Raises:
+        UserError: an adapter of a module that engines apply none to, such as a router.
+    """
+    family = family_of(base) if family_name(base) else None
+    if family is None:
+        return
+    known = adaptable_by_name(family, family.describe(base))
+    modules = map(module_of, read_adapter(adapter, family).names())
+    for module in sorted(modules):
+        leaf = module.rpartition(".")[2]
+        if leaf not in known and ".experts." not in module:
+            raise UserError(
+                f"{adapter} has an adapter of {module}, which no engine applies",
+                why=f"engines apply those of {', '.join(known)}",
+                fix=f"merge it: slime export {adapter} --merge --to DIR, and pass DIR",
+            )
 
 
 def _loadable(adapter: Path, base: Path, folder: Path) -> Path:

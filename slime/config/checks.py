@@ -120,6 +120,7 @@ def violations(draft: Draft) -> Iterator[UserError]:
         _external_engines,
         _lengths,
         _sampling,
+        _unread_data,
         _evaluation,
         _debug,
         _profile,
@@ -384,6 +385,22 @@ def _sampling(draft: Draft) -> None:
             f"--over-sampling-batch-size {draft['over_sampling_batch_size']} is less than "
             f"--rollout-batch-size {draft['rollout_batch_size']}",
             fix=f"pass --over-sampling-batch-size {draft['rollout_batch_size']} or more",
+        )
+
+
+def _unread_data(draft: Draft) -> None:
+    """Warn of flags of the data set where none is drawn from."""
+    if draft["rollout_global_dataset"] or draft["data_source_path"] is not None:
+        return
+    given = [
+        option_of(dest)
+        for dest in ("prompt_data", "streaming_data", "num_data_workers")
+        if draft.differs(dest)
+    ]
+    if given:
+        draft.warnings.append(
+            f"{' and '.join(given)} with --disable-rollout-global-dataset: no prompts are drawn, "
+            "and only your functions can read the flag"
         )
 
 

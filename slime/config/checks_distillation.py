@@ -6,7 +6,7 @@ from typing import Any
 
 from slime.config.draft import Draft
 from slime.config.flag import option_of
-from slime.config.teachers import BASE, read_teachers
+from slime.config.teachers import BASE, SELF, read_teachers
 from slime.errors import UserError
 
 #: Flags of user functions that can set ``teacher_log_probs`` of samples.
@@ -68,6 +68,13 @@ def _trainer_teachers(draft: Draft) -> None:
         raise UserError(
             "--opd-type megatron needs --opd-teacher-load",
             fix="pass a directory, NAME=DIR for each of several teachers, or `self`",
+        )
+    step = draft["opd_teacher_ckpt_step"]
+    if step is not None and all(teacher.source in (SELF, BASE) for teacher in teachers):
+        raise UserError(
+            f"--opd-teacher-ckpt-step {step} has no effect",
+            why="no teacher is loaded from a checkpoint",
+            fix="leave it out, or pass the directory of a checkpoint with --opd-teacher-load",
         )
     if any(teacher.source == BASE for teacher in teachers) and not draft["lora_rank"]:
         raise UserError(

@@ -173,6 +173,11 @@ class AlgorithmConfig:
                 *estimators_where("std_normalized"),
                 why="the other estimators do not divide by it",
             ),
+            unless(
+                "disable_rewards_normalization",
+                why="raw rewards are divided by nothing",
+                warns=True,
+            ),
             _OWN_REWARDS,
             _OWN_COLUMNS,
         ),
@@ -211,7 +216,13 @@ class AlgorithmConfig:
     )
     """A weight outside the bounds: truncate replaces it by the bound, icepop masks the token
     (published with bounds 0.5 and 5)."""
-    tis_level: Literal["token", "sequence", "geometric"] = flag("token", needs=on("use_tis"))
+    tis_level: Literal["token", "sequence", "geometric"] = flag(
+        "token",
+        needs=(
+            on("use_tis"),
+            unless("custom_tis_function_path", why="only that function can read it", warns=True),
+        ),
+    )
     """Importance weight per token, per sample (product over its trained tokens), or as the
     geometric mean over a sample's trained tokens."""
     use_rs: bool = flag(

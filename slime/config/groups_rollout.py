@@ -97,7 +97,7 @@ class RolloutConfig:
     READ_BY: ClassVar[tuple[Part, ...]] = ("generation",)
 
     num_rollout: int | None = flag(
-        None, range=NONE_OR_SOME, read_by=("driver", "samples", "training")
+        None, range=NONE_OR_SOME, read_by=("driver", "generation", "samples", "training")
     )
     """Rollouts (steps of the loop) in the whole run; 0 only evaluates. Required unless --num-epoch
     is given."""

@@ -264,7 +264,11 @@ class SyncConfig:
         "full", refused_values={"delta": _NO_DELTA}, read_by="config"
     )
     """Push all weights, or only what changed."""
-    update_weight_transport: Literal["nccl", "disk"] = flag("nccl", read_by=("push", "engine"))
+    update_weight_transport: Literal["nccl", "disk"] = flag(
+        "nccl",
+        needs=unless("lora_rank", why="adapters travel in requests to the engines", warns=True),
+        read_by=("push", "engine"),
+    )
     """nccl: CUDA IPC or shared memory if colocated, else NCCL or gloo; disk: files in a
     directory."""
     update_weight_buffer_size: int = flag(512 * 1024 * 1024, range=SOME)

@@ -500,7 +500,12 @@ def make_store(
         name
     )
     if dtype is None:
-        raise UserError(f"--dtype {name} is not known", fix="use auto, bfloat16 or float32")
+        named_by = f"config.json of {model_path}:" if dtype_or_auto == "auto" else "--dtype:"
+        raise UserError(
+            f"{named_by} dtype {name} is not known",
+            why="the engine computes in bfloat16, float16 (if the checkpoint has it) or float32",
+            fix="pass --dtype bfloat16 or float32",
+        )
     store = WeightStore(
         arch, dtype, device, num_positions, fixed, Quantisation.read(read_hf_config(model_path))
     )

@@ -76,19 +76,17 @@ class JsonlSink:
 
         The removed lines are kept in ``history/``, as a record of the lost steps.
         """
-        rows = read_lines(self._path)
-        lost = [
-            row
-            for row in rows
-            if row.get("stage") == self._run.stage and row.get("step", -1) >= next_step
-        ]
+        kept: list[dict[str, Any]] = []
+        lost: list[dict[str, Any]] = []
+        for row in read_lines(self._path):
+            is_lost = row.get("stage") == self._run.stage and row.get("step", -1) >= next_step
+            (lost if is_lost else kept).append(row)
         if not lost:
             return
         stamp = time.strftime("%Y%m%d-%H%M%S")
         write_atomically(
             self._run.path / "history" / f"metrics.{stamp}.jsonl", b"".join(map(dump_line, lost))
         )
-        kept = [row for row in rows if row not in lost]
         write_atomically(self._path, b"".join(map(dump_line, kept)))
         os.close(self._file)
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)

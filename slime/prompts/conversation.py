@@ -296,7 +296,7 @@ class _MessageReader:
             return
         self._open = None
         if is_item and kind == "function_call_output":
-            output = self.content(given.get("output"), where, role="tool")
+            output = self.content(_list_of_parts(given.get("output")), where, role="tool")
             self.messages.append(
                 {"role": "tool", "content": output.text} | _pick(given, call_id="tool_call_id")
             )
@@ -342,7 +342,7 @@ class _MessageReader:
         role = _ROLES.get(wire_role.lower(), wire_role.lower())
         if role not in _OUR_ROLES:
             role = wire_role
-        wire = given.get("content", given.get("value", given.get("parts")))
+        wire = given.get("content", given.get("value", _list_of_parts(given.get("parts"))))
         calls = self._calls(given, where)
         if wire_role.lower() in _CALLING_ROLES and isinstance(wire, str):
             calls = [*self._calls({"tool_calls": wire}, where), *calls]
@@ -462,7 +462,8 @@ class _MessageReader:
                 "write results of tools first in a message",
             )
         elif kind == "tool_result":
-            inner = self.content(given.get("content"), where, role="tool", join="\n")
+            output = _list_of_parts(given.get("content"))
+            inner = self.content(output, where, role="tool", join="\n")
             result = {"role": "tool", "content": inner.text} | _pick(
                 given, tool_use_id="tool_call_id"
             )
@@ -569,6 +570,8 @@ def _each_once(calls: list[dict[str, Any]], again: list[dict[str, Any]]) -> list
 
 def _is_parts(content: Any) -> bool:
     """Whether a tool's result is a list of parts rather than a plain value."""
+    if content == []:
+        return False  # OpenAI's tool messages have at least one part
     parts = [content] if isinstance(content, Mapping) else content
     kinds = (*_TEXT_PARTS, "tool_result")
     return isinstance(parts, list | tuple) and all(
@@ -580,6 +583,11 @@ def _is_parts(content: Any) -> bool:
         )
         for part in parts
     )
+
+
+def _list_of_parts(content: Any) -> Any:
+    """Content of a protocol whose lists are lists of parts, also empty ones: [] says nothing."""
+    return None if content == [] else content
 
 
 def _is_media(kind: str) -> bool:

@@ -80,6 +80,7 @@ class Encoded:
             such.
         unended: why the first turn without an end token has none; None if every turn ends with one.
         reasoning_fix: what may make the template write reasoning.
+        unread_label: there is a label, and the conversation is trained without it.
     """
 
     sequences: list[TrainedSequence] = field(default_factory=list)
@@ -88,6 +89,7 @@ class Encoded:
     control_tokens: int = 0
     unended: Unended | None = None
     reasoning_fix: str = ""
+    unread_label: bool = False
 
 
 @dataclass
@@ -181,9 +183,12 @@ class SftEncoding:
             UserError: there is nothing to train on, or a turn cannot be trained.
         """
         if isinstance(prompt, list):
-            messages = with_answer(read_messages(prompt, tools=tools), label)
+            given = read_messages(prompt, tools=tools)
+            messages = with_answer(given, label)
             if any(message["role"] == "assistant" for message in messages):
-                return self._conversation(messages, tools)
+                found = self._conversation(messages, tools)
+                found.unread_label = messages is given and label not in (None, "")
+                return found
         if not isinstance(label, str) or not label:
             raise UserError(
                 "there is no answer to train on",

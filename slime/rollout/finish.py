@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.config.config import Config
+from slime.log import get_logger, tell
 from slime.paths import Evaluation
 from slime.rollout.debug_data import save_rollout
 from slime.rollout.generate import current_state, is_in_run
@@ -17,6 +18,8 @@ from slime.samples.sample_fields import as_list, reward_number
 from slime.samples.types import Sample
 from slime.user_code.hooks import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.user_code.loading import FunctionFailed, call_user_function, described, named
+
+logger = get_logger(__name__)
 
 Metrics = dict[str, float]
 #: The flags of log functions, for messages.
@@ -84,6 +87,8 @@ async def finish_rollout(
         measure: computes default metrics of the samples; metrics of the output take precedence.
     """
     samples = [sample for group in output.samples for sample in group.samples]
+    if not config.algorithm.trains_on_data:
+        _tell_of_unused_key("--reward-key", config.reward.reward_key, samples)
     await _dump(config, rollout_id, samples)
     metrics = dict(output.metrics or {})
     path = config.rollout.custom_rollout_log_function_path
@@ -124,6 +129,10 @@ async def finish_evaluation(
         if f"eval/{name}" not in metrics and values["rewards"]:
             metrics[f"eval/{name}"] = sum(values["rewards"]) / len(values["rewards"])
     samples = [sample for values in output.data.values() for sample in values.get("samples") or ()]
+    if not config.origins["eval_reward_key"].startswith("derived"):
+        _tell_of_unused_key("--eval-reward-key", config.reward.eval_reward_key, samples)
+    elif config.algorithm.trains_on_data or config.rollout.num_rollout == 0:
+        _tell_of_unused_key("--reward-key", config.reward.eval_reward_key, samples)
     await _dump(config, Evaluation(None if before_training else rollout_id), samples)
     path = config.rollout.custom_eval_rollout_log_function_path
     given = (rollout_id, args, output.data, metrics)
@@ -133,6 +142,22 @@ async def finish_evaluation(
 
     logged = await _logged(config, path, EVAL_LOG, samples, metrics, given, completed)
     return RolloutFnEvalOutput(output.data, logged)
+
+
+def unused_key(option: str, key: str | None, rewards: list[Any]) -> str:
+    """Return the warning that a key of dict rewards is given and no reward is a dict; else ""."""
+    found = [reward for reward in rewards if reward is not None]
+    if key is None or not found or any(isinstance(reward, dict) for reward in found):
+        return ""
+    return (
+        f"{option} {key} has no effect: the rewards are plain numbers ({found[0]}, for one), not "
+        f"dicts; leave it out, or return dicts with the key {key!r}"
+    )
+
+
+def _tell_of_unused_key(option: str, key: str | None, samples: list[Sample]) -> None:
+    if warning := unused_key(option, key, [sample.reward for sample in samples]):
+        tell(logger, "%s", warning, once=f"unused {option}")
 
 
 def _check_evaluation(data: Any, origin: str) -> None:

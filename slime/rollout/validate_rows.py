@@ -57,6 +57,7 @@ from slime.rollout.evaluate import eval_checker
 from slime.rollout.preferences import PreferenceEncoder
 from slime.rollout.rewards.row_checks import RewardJudge
 from slime.rollout.sft import compared_rule, sft_encoding, sft_limits
+from slime.user_code.loading import shown
 
 logger = get_logger(__name__)
 
@@ -280,6 +281,8 @@ class SftJudge:
             yield _untrainable(error)
             return
         yield from _remarks(encoded)
+        if encoded.unread_label:
+            yield _unread_label(prompt.label)
         yield from self._other_mask(prompt, encoded)
         more = prompt.image_tokens
         lengths = [(length + more, before + more) for length, before in _lengths(encoded)]
@@ -338,6 +341,19 @@ class PreferenceJudge:
                 fix="check --chosen-key and --rejected-key",
                 refuse_at=1.0,
             )
+
+
+def _unread_label(label: Any) -> RowProblem:
+    why = "their conversations end with an answer" if isinstance(label, str) else "they are no text"
+    fix = (
+        "leave --label-key out, or remove the answers that labels replace and write labels as text"
+    )
+    return RowProblem(
+        f"have labels that are not trained, because {why}",
+        f"the first is {shown(label, 80)}",
+        fix,
+        refuse_at=_NEVER,
+    )
 
 
 def _untrainable(error: UserError) -> RowProblem:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet
 from slime.engines.wire.buckets import Bucket, Packing
 from slime.engines.wire.shared_memory import Segment, SegmentPool, remove_stale
@@ -58,12 +57,13 @@ class SharedMemoryTransport(Transport):
         return self._current.tensor[:nbytes]
 
     def _wait_for_all(self) -> None:
-        """Wait until no engine reads; then raise the first failure."""
-        failures = []
+        """Wait until no engine reads, whatever fails; then raise the first failure. An answer that
+        is left would count for the segment's next reader."""
+        failures: list[Exception] = []
         for number in sorted(self._reading):
             try:
                 self._wait_for_readers(number)
-            except EngineError as error:
+            except Exception as error:  # raised below
                 failures.append(error)
         if failures:
             raise failures[0]

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from slime.checkpoints.hf_files import HfReader
@@ -27,7 +27,7 @@ from slime.cli.model_source import (
     named_models,
 )
 from slime.cli.push import card_of
-from slime.cli.serve import serving
+from slime.cli.serve import _check_modules, serving
 from slime.config.groups_lora import LoraConfig
 from slime.engines.keys import header_of, key_of
 from slime.errors import UserError
@@ -179,6 +179,41 @@ def greedy(base: Path, adapter: Path | None, prompt: list[int]) -> list[int]:
         torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=-1
     )
     return output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("shape, module", [("qwen3_moe", "mlp.gate"), ("gpt_oss", "mlp.router")])
+def test_an_adapter_of_a_router_is_refused_before_a_server_starts(
+    shape: str, module: str, tmp_path: Path
+) -> None:
+    base = save_tiny_model(tmp_path / "base", shape)
+    served = save_adapter(tmp_path / "adapter", base)
+    _check_modules(served, base)
+    tensors = load_file(served / "adapter_model.safetensors")
+    router = f"base_model.model.model.layers.1.{module}"
+    experts = next(
+        len(tensor)
+        for name, tensor in load_file(base / "model.safetensors").items()
+        if name.endswith(f"layers.1.{module}.weight")
+    )
+    hidden = json.loads((base / "config.json").read_text())["hidden_size"]
+    tensors |= {
+        f"{router}.lora_A.weight": torch.ones(4, hidden),
+        f"{router}.lora_B.weight": torch.ones(experts, 4),
+    }
+    save_file(tensors, served / "adapter_model.safetensors")
+    settings = json.loads((served / CONFIG).read_text())
+    settings["target_modules"] = [*settings["target_modules"], module]
+    (served / CONFIG).write_text(json.dumps(settings))
+    with (
+        pytest.raises(UserError, match=rf"has an adapter of model.layers.1.{module}.*no engine"),
+        serving(base, "tiny", adapters={"a": served}, engine="embedded"),
+    ):
+        pass
+    export.main([str(served), "--hf-checkpoint", str(base), "--merge", "--to", str(tmp_path / "m")])
+    merged = load_file(tmp_path / "m" / "model.safetensors")
+    before = load_file(base / "model.safetensors")
+    name = f"model.layers.1.{module}.weight"
+    assert not torch.equal(merged[name], before[name])
 
 
 def test_a_chat_of_a_run_is_with_its_adapter(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slime.__main__ import main
-from slime.config import make_config
+from slime.config import Config, make_config
 from slime.config.flags import all_flags
 from slime.diagnosis.align import dumps
 from slime.diagnosis.align.case import Discrepancy
@@ -23,9 +23,11 @@ from slime.diagnosis.align.evidence import Differences, Scored
 from slime.diagnosis.align.examine import CAUSES, Ranked, Result, as_json, examine, text
 from slime.diagnosis.align.inside import integers
 from slime.diagnosis.align.layers import compare
-from slime.diagnosis.align.prepare import Options, _ask_transformers, examined
+from slime.diagnosis.align.prepare import Options, RoundFailed, _ask_transformers, examined
 from slime.diagnosis.align.reference import Reference, ReferenceSettings, Sampling, Watcher
 from slime.diagnosis.align.trainer_here import TrainerHere
+from slime.diagnosis.check import LeftOut
+from slime.errors import UserError
 from slime.rollout.debug_data import save_rollout
 from slime.samples.types import Sample
 from slime.trainer.dumps import RankDump, save_train_data
@@ -446,6 +448,12 @@ def test_the_first_part_that_differs(directory: Path) -> None:
         assert "the mlp of layer 0 is the first that differs" in found.lines()[0]
 
 
+def test_sides_without_a_part_in_common_are_not_compared() -> None:
+    found = compare({"0": torch.ones(1, 1)}, {"1": torch.ones(1, 1)}, {"0": torch.ones(1, 1)})
+    assert found.first is None and found.side == ""
+    assert "no part in common" in found.lines()[0]
+
+
 def test_turns_and_growth() -> None:
     counted = torch.tensor([1, 1, 0, 0, 1, 1, 1, 1]).bool()
     sample = Scored("sample 0", torch.arange(10), torch.zeros(8).double(), None, counted)
@@ -577,6 +585,34 @@ def test_what_cannot_be_compared_is_refused(
     )
     assert main(["align", str(path)]) == 2
     assert "no sample with log-probs of the engine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "failure, status, is_kept",
+    [
+        (UserError("the engine does not answer"), 2, False),
+        (LeftOut("nothing is generated"), 2, False),
+        (RoundFailed("its logs say more"), 1, True),
+    ],
+)
+def test_the_folder_of_a_round_stays_only_where_its_logs_are_needed(
+    failure: Exception,
+    status: int,
+    is_kept: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(config: Config, folder: Path) -> list[Scored]:
+        (folder / "rollout").mkdir()
+        raise failure
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("slime.diagnosis.align.prepare.fresh_round", fails)
+    words = (
+        "--num-rollout 1 --rollout-batch-size 1 --prompt-data a --hf-checkpoint b --rm-type math"
+    )
+    assert main(["align", *words.split(), "--label-key", "label"]) == status
+    assert len(list(tmp_path.glob("slime-align-*"))) == is_kept
 
 
 def test_its_options_are_no_flags_of_a_run_and_each_cause_is_named_once() -> None:

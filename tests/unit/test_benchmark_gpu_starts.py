@@ -18,6 +18,7 @@ from benchmarks.gpu import align, images, ranks, run_all, setting, trainer, weig
 from slime.cluster.server_process import ServerProcess
 from slime.config import Config, parse_args
 from slime.engines.kinds import engine_kind
+from slime.engines.launch import ONE_GPU
 from slime.engines.sglang import command
 from slime.trainer.megatron import backend
 
@@ -56,6 +57,10 @@ def in_blocks_of_fp8(model: Path, form: str) -> Path:
     return target
 
 
+def first_gpus(first: int, count: int) -> tuple[str, ...]:
+    return tuple(map(str, range(GPUS)))[first : first + count]
+
+
 @pytest.fixture
 def only_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def start(process: ServerProcess) -> None:
@@ -65,7 +70,7 @@ def only_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         config = parse_args(argv[2:], Path(argv[1]).stem)
         model = config.checkpoint.hf_checkpoint
         kind = engine_kind(config.engine.rollout_engine)
-        raise Launched(kind.command(config, str(model), "127.0.0.1", 30000).argv)
+        raise Launched(kind.command(config, str(model), "127.0.0.1", 30000, ONE_GPU).argv)
 
     def first_rank(job: Callable[..., None], world: int, *given: Any, **_: Any) -> None:
         job(ranks.Place(0, world, 29500), print, *given)
@@ -81,7 +86,7 @@ def only_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(images, "write_weights", lambda config, path: config.save_pretrained(path))
     monkeypatch.setattr(align, "_change_weights", lambda place: None)
     monkeypatch.setattr(weight_sync, "as_served", in_blocks_of_fp8)
-    monkeypatch.setattr(weight_sync, "num_gpus", lambda: GPUS)
+    monkeypatch.setattr(weight_sync, "gpu_ids", first_gpus)
     monkeypatch.setattr(command, "installed_version", lambda: "0.5.16")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield

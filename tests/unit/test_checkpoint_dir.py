@@ -14,7 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.checkpoints import directory as ckpt
-from slime.checkpoints.load_plan import LoadPlan, check_length, resolve_load, resolve_reference
+from slime.checkpoints.load_plan import (
+    LoadPlan,
+    check_length,
+    resolve_load,
+    resolve_reference,
+    unused_reference,
+)
 from slime.config import make_config
 from slime.errors import UserError
 from tests.support.checkpoint_dirs import complete
@@ -99,6 +105,27 @@ def test_the_reference_model(hf: Path, root: Path) -> None:
         (root / "config.json").write_text("{}")
         (root / ckpt.TRACKER).unlink()
         resolve_reference(make_config(hf_checkpoint=str(hf), ref_load=str(root)))
+
+
+@pytest.mark.parametrize(
+    "flags, is_unused",
+    [
+        ({"load": "other", "loss_type": "preference_loss", "preference_loss": "simpo"}, True),
+        ({"load": "other"}, True),
+        ({"load": "other", "use_kl_loss": True, "kl_loss_coef": 0.1}, False),
+        ({"load": "other", "loss_type": "preference_loss"}, False),
+        ({"load": "other", "lora_rank": 2, "hf_checkpoint": "base"}, False),
+        ({"load": "own", "save": "own"}, False),
+        ({}, False),
+    ],
+)
+def test_a_reference_that_nothing_reads_is_warned_of(
+    flags: dict[str, object], is_unused: bool
+) -> None:
+    assert (
+        "--ref-load ref has no effect" in unused_reference(make_config(**flags, ref_load="ref"))
+    ) is (is_unused)
+    assert unused_reference(make_config(**{"hf_checkpoint": "base", **flags})) == ""
 
 
 def test_weights_that_are_not_there_are_named_by_the_flag_that_was_given(tmp_path: Path) -> None:
@@ -226,6 +253,14 @@ def test_another_runs_checkpoints_are_not_overwritten(hf: Path, root: Path) -> N
     complete(root, 5)
     with pytest.raises(UserError, match="already holds checkpoints of another run"):
         plan_of(save=root, hf_checkpoint=hf)
+
+
+def test_a_load_that_is_not_there_is_named_before_the_runs_own_checkpoints(
+    hf: Path, root: Path
+) -> None:
+    with pytest.raises(UserError, match=r"--load .*none does not exist") as raised:
+        plan_of(load=root.parent / "none", save=root, hf_checkpoint=hf)
+    assert "set it to the --save directory to resume" in raised.value.fix
 
 
 def test_no_weights_at_all(root: Path) -> None:

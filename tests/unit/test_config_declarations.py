@@ -434,3 +434,39 @@ def test_keys_that_each_run_makes_and_encryption_that_no_client_speaks_are_refus
 ) -> None:
     with pytest.raises(UserError, match=r"its own key|plain HTTP"):
         make_config(**{flag: "x"})
+
+
+def test_data_that_is_not_drawn_from_is_warned_of() -> None:
+    flags: dict[str, Any] = {"prompt_data": "a.jsonl", "rollout_batch_size": 1}
+    (warning,) = make_config(**flags, rollout_global_dataset=False).warnings
+    assert warning.startswith("--prompt-data with --disable-rollout-global-dataset")
+    own = {"data_source_path": "mine.Source", "rollout_global_dataset": False}
+    assert not any("--disable-rollout" in text for text in make_config(**flags, **own).warnings)
+    assert make_config(**flags).warnings == make_config(rollout_batch_size=1).warnings
+
+
+def test_a_level_that_a_function_of_importance_weights_replaces_is_warned_of() -> None:
+    flags: dict[str, Any] = {"use_tis": True, "tis_level": "sequence", "rollout_batch_size": 1}
+    assert not any("--tis-level" in warning for warning in make_config(**flags).warnings)
+    (warning,) = make_config(**flags, custom_tis_function_path="mine.weigh").warnings
+    assert "--tis-level has no effect with --custom-tis-function-path" in warning
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            {"disable_rewards_normalization": True, "disable_grpo_std_normalization": True},
+            "--disable-grpo-std-normalization has no effect with --disable-rewards-normalization",
+        ),
+        (
+            {"lora_rank": 4, "update_weight_transport": "disk", "update_weight_disk_dir": "x"},
+            "--update-weight-transport has no effect with --lora-rank",
+        ),
+    ],
+)
+def test_flags_of_what_another_flag_leaves_out_are_warned_of(
+    flags: dict[str, Any], said: str
+) -> None:
+    warnings = make_config(rollout_batch_size=1, hf_checkpoint="x", **flags).warnings
+    assert any(warning.startswith(said) for warning in warnings)

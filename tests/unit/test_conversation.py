@@ -210,6 +210,18 @@ def test_results_of_tools_keep_their_ids_and_objects_become_json() -> None:
     ]
 
 
+def test_an_empty_list_is_a_tools_value_except_where_lists_are_of_parts() -> None:
+    values = [{"role": "tool", "content": []}, {"from": "observation", "value": []}]
+    assert [message["content"] for message in read_messages(values)] == ["[]", "[]"]
+    part = {"type": "tool_result", "tool_use_id": "c1", "content": []}
+    parts = [
+        {"role": "user", "content": [part]},
+        {"type": "function_call_output", "call_id": "c1", "output": []},
+        {"role": "tool", "parts": []},
+    ]
+    assert [message["content"] for message in read_messages(parts)] == ["", "", ""]
+
+
 @pytest.mark.parametrize(
     "value",
     [

@@ -44,6 +44,10 @@ def test_where_teachers_run_follows_from_what_names_them() -> None:
             "an adapter of the output layer exclude each other",
         ),
         ({**DIR, "opd_jsd_beta": 1.0, "opd_loss": "jsd"}, "--opd-jsd-beta is 1"),
+        (
+            {"opd_teacher_load": ["self"], "opd_teacher_ckpt_step": 3},
+            "--opd-teacher-ckpt-step 3 has no effect",
+        ),
     ],
 )
 def test_contradictions_are_refused(flags: dict[str, Any], said: str) -> None:

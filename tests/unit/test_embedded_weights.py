@@ -4,13 +4,16 @@ compare."""
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime.embedded.weights import WeightError, WeightStore
+from slime.embedded.architecture import Architecture
+from slime.embedded.weights import WeightError, WeightStore, make_store
 from slime.engines.wire.buckets import fingerprint
 from slime.errors import UserError
 from tests.support.embedded_models import (
@@ -98,6 +101,20 @@ def test_what_a_push_left_out_is_known(store: WeightStore) -> None:
     assert store.missing() == names[-2:]
     store.update([(name, store.named[name].clone()) for name in names[-2:]], "1")
     assert store.missing() == [] and store.version == "1"
+
+
+@pytest.mark.parametrize(
+    "asked, said",
+    [("auto", "config.json of .*: dtype float64"), ("float64", "--dtype: dtype float64")],
+)
+def test_a_dtype_that_is_not_computed_in_is_named(
+    directories: dict[str, Path], asked: str, said: str
+) -> None:
+    arch = replace(Architecture.from_dir(directories["llama"], False), dtype="float64")
+    with pytest.raises(UserError) as raised:
+        make_store(directories["llama"], arch, asked, torch.device("cpu"), 16, False)
+    assert re.search(said, raised.value.what)
+    assert "bfloat16, float16 (if the checkpoint has it) or float32" in raised.value.why
 
 
 def test_a_tied_head_may_be_sent(store: WeightStore) -> None:

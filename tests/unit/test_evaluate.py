@@ -149,6 +149,28 @@ def test_the_template_arguments_of_a_set_hold_for_all_its_turns(
     )
 
 
+@pytest.mark.parametrize(
+    "flags, option",
+    [
+        ({"eval_reward_key": "acc"}, "--eval-reward-key"),
+        ({"reward_key": "acc", "num_rollout": 0}, "--reward-key"),
+        ({"reward_key": "acc"}, None),
+    ],
+)
+def test_a_key_for_evaluation_rewards_that_are_numbers_is_warned_of(
+    flags: dict[str, Any],
+    option: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Training with dicts and evaluation with numbers is fine with one --reward-key."""
+    monkeypatch.setattr("slime.log._said", set())
+    evaluate(eval_prompt_data=["small", write_rows(tmp_path / "a.jsonl", 1)], **flags)
+    assert caplog.text.count("has no effect") == (option is not None)
+    assert option is None or f"{option} acc has no effect" in caplog.text
+
+
 def test_evaluations_are_deterministic_and_do_not_change_the_prompts(tmp_path: Path) -> None:
     async def test(loop: RolloutLoop, engine: FakeEngine) -> None:
         outputs = [await loop.evaluate(0), await loop.evaluate(1)]

@@ -297,6 +297,28 @@ def test_a_line_cut_by_a_crash_is_removed_before_the_next_is_written(tmp_path: P
     assert [row["step"] for row in rows_of(run)] == [0, 1]
 
 
+class Incomparable(dict[str, Any]):
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("rows are compared with each other, which is quadratic")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_a_rewind_parts_the_lines_without_comparing_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = create_run(config_for(tmp_path))
+    sink = JsonlSink(run)
+    rows = [Incomparable(step=step, stage=run.stage) for step in range(4)]
+    other = Incomparable(step=9, stage="another")
+    monkeypatch.setattr("slime.observe.jsonl_sink.read_lines", lambda path: [*rows, other])
+    sink.rewind(2)
+    sink.close()
+    assert [row["step"] for row in rows_of(run)] == [0, 1, 9]
+    (lost,) = (run.path / "history").glob("metrics.*.jsonl")
+    assert [json.loads(line)["step"] for line in lost.read_text().splitlines()] == [2, 3]
+
+
 def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = create_run(config_for(tmp_path))
     sink = JsonlSink(run)

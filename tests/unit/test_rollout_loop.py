@@ -86,6 +86,20 @@ def test_a_batch_is_sorted_scored_and_deterministic() -> None:
     assert [group.index for group in outputs[0].samples] == [0, 1, 2, 3]
 
 
+def test_a_reward_key_for_rewards_that_are_numbers_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("slime.log._said", set())
+    reward = tmp_path / "reward.py"
+    reward.write_text("def score(args, sample):\n    return {'score': 1.0}\n")
+    generate(reward_key="score", custom_rm_path=f"{reward}:score")
+    generate()
+    assert "has no effect" not in caplog.text
+    for rollout_id in range(2):
+        generate(rollout_id, reward_key="score")
+    assert caplog.text.count("--reward-key score has no effect") == 1
+
+
 def test_metrics_have_the_reference_names() -> None:
     metrics = generate().metrics
     assert metrics is not None

@@ -295,7 +295,9 @@ def test_a_label_answers_a_conversation_that_ends_with_a_question(weight: int) -
     ]
     answered = [*asked, {"role": "assistant", "content": "d"}]
     assert encoding.encode(asked, "d") == encoding.encode(answered)
-    assert encoding.encode(answered, "e") == encoding.encode(answered)
+    ignored = encoding.encode(answered, "e")
+    assert ignored.unread_label
+    assert ignored.sequences == encoding.encode(answered).sequences
     [sequence] = encoding.encode(asked, "d").sequences
     assert encoding.trained_text(sequence) == "b<|im_end|>" * weight + "d<|im_end|>"
 

@@ -27,12 +27,12 @@ BUDGETS = {
     "agents": 1_640,
     "algorithms": 1_410,  # four estimators, sampling masks, divergences, formulas for the docs
     "checkpoints": 4_870,  # MXFP4, reward models, names of PEFT
-    "cli": 2_760,  # plan, launch, compare, images in a chat, refusals of flags without effect
+    "cli": 2_785,  # plan, launch, compare, images in a chat, flags and adapters without effect
     "cluster": 4_845,  # host memory of nodes, profiles, errors of engines, GPUs of ranks
     "compat": 1_375,
-    "config": 5_760,  # estimators, importance levels, rejection, preferences, images, kept weights
+    "config": 5_800,  # estimators, importance levels, rejection, preferences, images, kept weights
     "diagnosis": 4_570,
-    "embedded": 5_870,  # sinks, stacks of experts, queries that grow, profiles
+    "embedded": 5_875,  # sinks, stacks of experts, queries that grow, profiles
     "engines": 4_320,  # log-probs behind the filters, channels of gpt-oss
     "environments": 420,
     "forecast": 850,
@@ -42,8 +42,8 @@ BUDGETS = {
     "observe": 3_410,  # profiles, three trackers, ranges of recipes
     "page": 1_640,
     "processes": 1_060,  # the preloaded process
-    "prompts": 4_260,  # rows of preferences, forms of messages
-    "rollout": 9_060,  # preferences, reward models, values of evaluation sets
+    "prompts": 4_265,  # rows of preferences, forms of messages
+    "rollout": 9_100,  # preferences, reward models, evaluation sets, keys and labels without effect
     "run": 2_260,  # lengths that longrope is computed for, profiles, data sets from Python
     "samples": 2_250,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 930,

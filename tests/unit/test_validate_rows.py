@@ -280,6 +280,21 @@ def test_every_row_is_encoded_before_supervised_training(tmp_path: Path) -> None
     )
 
 
+def test_labels_beside_conversations_that_end_with_an_answer_are_counted(tmp_path: Path) -> None:
+    rows = [
+        chat("Q", "A") | {"label": "B"},
+        chat("Q") | {"label": "A"},
+        chat("Q", "A"),
+        {"messages": [*chat("Q", "A")["messages"], {"role": "user", "content": "R"}], "label": 5},
+    ]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    lines = report_of(path, **SFT | {"label_key": "label", "label_type": "raw"}).warnings
+    (answered,) = [line for line in lines if "end with an answer" in line]
+    assert "1 of 4 rows have labels that are not trained" in answered and f"{path}:1" in answered
+    assert "leave --label-key out" in answered
+    assert sum("because they are no text" in line for line in lines) == 1
+
+
 def test_conversations_that_are_too_long_are_counted_and_refused_only_if_all_are(
     tmp_path: Path,
 ) -> None:

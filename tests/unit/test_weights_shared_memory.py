@@ -103,28 +103,34 @@ def test_no_room_is_said_before_anything_is_written(tmp_path: Path) -> None:
 
 
 class Fleet:
-    """Engines that refuse everything until they are told not to."""
+    """Engines that answer everything with an error, while they have one."""
 
-    refuses = True
+    error: Exception | None
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
     def start(self, path: str, body: Any, timeout: float) -> Future[list[Any]]:
         answer: Future[list[Any]] = Future()
-        if self.refuses:
-            answer.set_exception(EngineError("http://engine", "refused"))
-        else:
+        if self.error is None:
             answer.set_result([])
+        else:
+            answer.set_exception(self.error)
         return answer
 
     def wait(self, answers: Future[list[Any]], timeout: float) -> list[Any]:
         return answers.result(timeout)
 
 
-def test_what_engines_refused_is_no_failure_of_the_next_push() -> None:
-    fleet = Fleet()
+@pytest.mark.parametrize(
+    "error", [EngineError("http://engine", "refused"), TimeoutError(), ValueError("no JSON")]
+)
+def test_failed_answers_are_no_failure_of_the_next_push(error: Exception) -> None:
+    fleet = Fleet(error)
     transport = SharedMemoryTransport(cast(EngineFleet, fleet), Packing(16, torch.float32))
     tensors = [("a", torch.zeros(4)), ("b", torch.ones(4))]  # a bucket each
-    with pytest.raises(EngineError, match="refused"):
+    with pytest.raises(type(error)):
         transport.send(tensors, 1, lambda name, tensor: None)
-    fleet.refuses = False
+    fleet.error = None
     assert transport.send(tensors, 2, lambda name, tensor: None).num_tensors == 2
     transport.close()

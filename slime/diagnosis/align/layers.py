@@ -59,6 +59,8 @@ class PartByPart:
         }
 
     def lines(self) -> list[str]:
+        if not self.apart:
+            return ["part by part: the sides have no part in common, so none is compared"]
         part = self.first
         if part is None:
             largest = max(self.apart, key=lambda name: self.apart[name])
