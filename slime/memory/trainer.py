@@ -107,6 +107,7 @@ class TrainerSettings:
         grouped: attention kernels support grouped queries (`slime.models.mixers.Kernels`).
         has_vocabulary: the model predicts tokens; a critic has one output instead.
         has_critic: a critic is trained on the same GPUs (`as_critic`).
+        critic_adapters: the trained adapters of a critic with frozen layers.
     """
 
     spec: ModelSpec
@@ -140,6 +141,7 @@ class TrainerSettings:
     adapters: AdapterConfig | None = None
     has_vocabulary: bool = True
     has_critic: bool = False
+    critic_adapters: AdapterConfig | None = None
 
     @staticmethod
     def of(
@@ -195,10 +197,13 @@ class TrainerSettings:
             measured=config.quantised.measure_quantisation,
             adapters=adapters,
             has_critic=algorithm.needs_critic and not config.critic.has_own_gpus,
+            critic_adapters=AdapterConfig.of_critic(config, table_of(spec), spec)
+            if algorithm.needs_critic
+            else None,
         )
 
     def as_critic(self) -> TrainerSettings:
-        """Return the settings of a critic of this policy: fully trained, not quantised."""
+        """Return the settings of a critic of this policy, which is not quantised."""
         return replace(
             self,
             spec=replace(self.spec, tie_embeddings=False),
@@ -211,9 +216,10 @@ class TrainerSettings:
             frozen=(),
             rounded=None,
             measured=False,
-            adapters=None,
+            adapters=self.critic_adapters,
             has_vocabulary=False,
             has_critic=False,
+            critic_adapters=None,
         )
 
     def is_trained(self, parameter: Parameter) -> bool:
