@@ -289,12 +289,14 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
 def _check_quantised_critic(config: Config, folder: Path, quantisation: Quantisation) -> None:
     """Refuse quantised weights as the start of a critic, unless they are the base that stays frozen
     in policy and critic."""
-    if config.critic.critic_lora_rank and folder == resolve_reference(config).path:
+    has_adapters = bool(config.critic.critic_lora_rank)
+    if has_adapters and folder.resolve() == resolve_reference(config).path.resolve():
         return
-    whole = "which the critic would train" if not config.critic.critic_lora_rank else ""
     raise UserError(
         f"a critic cannot start from {folder}, which holds weights quantised to {quantisation}",
-        why=whole or "only those of --hf-checkpoint are read with the values of the engines",
+        why="only the policy's base is read with the values of the engines"
+        if has_adapters
+        else "adapters are trained beside them, the critic is trained as a whole",
         fix="name plain weights with --critic-load (slime convert quantised-to-hf makes some of "
         "these), or leave --critic-load and --critic-lora-rank out",
     )

@@ -404,7 +404,7 @@ def test_a_critic_of_experts_routes_and_balances_by_itself(tmp_path: Path) -> No
         ({"lambd": 1.5}, "at most 1"),
         ({"value_clip": 0.0}, "more than 0"),
         ({"critic_lora_rank": 4}, "without --lora-rank"),
-        ({"advantage_estimator": "grpo", "lora_rank": 4, "critic_lora_rank": 4}, "estimator ppo"),
+        ({"advantage_estimator": "grpo", "lora_rank": 4, "critic_lora_rank": 8}, "estimator ppo"),
     ],
 )
 def test_what_a_critic_cannot_be_used_with_is_refused(flags: dict[str, Any], told: str) -> None:
