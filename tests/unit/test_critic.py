@@ -343,9 +343,10 @@ def test_normalised_values_are_in_the_unit_of_the_returns() -> None:
     assert second["train/critic-value_clipfrac"] == 0.0
 
 
-def test_taking_turns_changes_no_number() -> None:
+@pytest.mark.parametrize("more", [{}, {"lora_rank": 2}], ids=["all layers", "adapters"])
+def test_taking_turns_changes_no_number(more: dict[str, Any]) -> None:
     def three_rollouts(takes_turns: bool) -> tuple[list[dict[str, float]], Any]:
-        backend = trainer(**PPO, kl_coef=0.1, bf16=True)
+        backend = trainer(**PPO, kl_coef=0.1, bf16=True, **more)
         try:
             assert backend.critic is not None
             if takes_turns:
