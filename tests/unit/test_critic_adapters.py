@@ -15,10 +15,12 @@ from torch import Tensor
 from slime.checkpoints.hf_io import fill_adapters
 from slime.checkpoints.load_plan import resolve_load
 from slime.checkpoints.sharded_store import read_contents
+from slime.diagnosis import checks_host
 from slime.errors import UserError
-from slime.memory.trainer import TrainerSettings
-from slime.models import table_of
+from slime.memory.trainer import TrainerSettings, rank_parameters
+from slime.models import family_of, table_of
 from slime.models.adapters import AdapterConfig, adapter_family, is_adapter_parameter
+from slime.models.layouts import Layout
 from slime.run.preflight import check_weights
 from slime.samples.batch import TrainBatch
 from slime.trainer.megatron import forward
@@ -312,8 +314,8 @@ def test_adapters_and_head_alone_are_trained_and_planned(tmp_path: Path) -> None
 def test_the_output_layer_is_no_target(tmp_path: Path) -> None:
     save_tiny("mistral", tmp_path)
     flags = {**PPO, "hf_checkpoint": str(tmp_path), "lora_rank": 2}
-    family = table_of(trainer_spec(tmp_path))
     spec = trainer_spec(tmp_path)
+    family = table_of(spec)
 
     def of(**more: Any) -> AdapterConfig | None:
         return AdapterConfig.of_critic(trainer_config(**flags, **more), family, spec)
@@ -327,9 +329,31 @@ def test_the_output_layer_is_no_target(tmp_path: Path) -> None:
     assert default is not None and default.rank == 2
 
 
-def trainer_spec(directory: Path) -> Any:
-    from slime.models import family_of
+def test_the_disk_has_room_for_what_a_critic_saves(tmp_path: Path) -> None:
+    save_tiny("qwen3", tmp_path)
+    flags = {**PPO, "hf_checkpoint": str(tmp_path), "lora_rank": 2}
 
+    def saved(**more: Any) -> tuple[int, int]:
+        return checks_host._saved_parameters(trainer_config(**{**flags, **more}))
+
+    policy, critic = saved(critic_lora_rank=4)
+    assert critic == 2 * policy > 0
+    whole = sum(p.numel for p in rank_parameters(trainer_spec(tmp_path), Layout(), 0))
+    assert saved(critic_lora_rank=0) == (policy, whole)
+    assert saved(lora_rank=0) == (whole, whole)
+    assert saved(advantage_estimator="grpo", critic_lr=None) == (policy, 0)
+
+
+def test_a_rate_of_full_training_is_warned_of() -> None:
+    def warned(**more: Any) -> bool:
+        config = trainer_config(**PPO | {"critic_lr": 1e-6} | more)
+        return any("--critic-lr 1e-06 is typical" in line for line in config.warnings)
+
+    assert warned(lora_rank=4)
+    assert not warned(lora_rank=4, critic_lora_rank=0) and not warned()
+
+
+def trainer_spec(directory: Path) -> Any:
     return family_of(directory).model_spec(directory)
 
 
