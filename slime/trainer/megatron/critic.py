@@ -150,7 +150,7 @@ class Critic:
             saved = saved_critic(own)
             self._check_kind(saved, own.path, resumes=True)
             if self.adapters is not None:
-                self._load_frozen(base_of_critic(self.config, saved.base))
+                self._load_layers(base_of_critic(self.config, saved.base))
             self._build_optimizer()
             load_checkpoint(own, self.state(), is_compared=True)
             return
@@ -160,10 +160,10 @@ class Critic:
         saved = SavedCritic(0, None) if critic is None else saved_critic(critic)
         self._check_kind(saved, source.path, resumes=False)
         if critic is not None and saved.rank:
-            self._load_frozen(base_of_critic(self.config, saved.base))
+            self._load_layers(base_of_critic(self.config, saved.base))
             load_checkpoint(critic, dataclasses.replace(self._weights(), adapters=self.adapters))
         else:
-            self._load_frozen(source)
+            self._load_layers(source)
         logger.info("critic: %s", source.note)
         self._build_optimizer()
 
@@ -186,7 +186,7 @@ class Critic:
                 fix="pass --critic-lora-rank 0",
             )
 
-    def _load_frozen(self, source: LoadPlan) -> None:
+    def _load_layers(self, source: LoadPlan) -> None:
         """Load all weights but those of adapters. A language model leaves the head as it is."""
         reads_policys = False
         if self.adapters is not None:
