@@ -229,6 +229,28 @@ def resolve_critic(config: Config, plan: LoadPlan) -> LoadPlan:
     return _of_either_kind("--critic-load", Path(given), "--critic-load", None, "starts from")
 
 
+def base_of_critic(config: Config, recorded: str | None) -> LoadPlan:
+    """Return the plan of the frozen weights beside a saved critic's adapters.
+
+    Args:
+        recorded: the path in the checkpoint; None: the policy's base.
+    Raises:
+        UserError: they are no longer there.
+    """
+    if recorded is None:
+        return _reference_weights(config, "critic: frozen layers from")
+    path = Path(recorded)
+    if not path.is_dir():
+        raise UserError(
+            f"the frozen layers of the critic are missing: {path} is no directory",
+            why="checkpoints hold the critic's adapters and head, and name the --critic-load "
+            "beside whose weights they were trained",
+            fix="put it back, or start another run, with another --critic-load",
+        )
+    kind: Literal["megatron", "hf"] = "hf" if is_hf_dir(path) else "megatron"
+    return _weights_only(kind, path, f"critic: frozen layers from {path}", None)
+
+
 def resolve_teacher(config: Config, teacher: Teacher) -> LoadPlan:
     """Decide on the weights of a teacher in the trainer, of either kind.
 

@@ -30,6 +30,7 @@ from slime.checkpoints.resuming import first_corrupt
 from slime.checkpoints.sharded_store import StateDict, read, read_common, read_contents
 from slime.checkpoints.trainer_state import (
     ADAPTERS,
+    BASE,
     REFERENCE,
     TrainerState,
     adapter_facts,
@@ -121,8 +122,8 @@ def load(
             why="it was saved with --no-save-optim, or by a converter",
             fix="pass --no-load-optim to continue with a fresh optimizer",
         )
-    if state.adapters is not None and state.part == "adapters":
-        _check_adapters(adapter_facts(state.adapters), common.get(ADAPTERS, {}), plan.path)
+    if state.adapters is not None:
+        _check_adapters(state, common.get(ADAPTERS, {}), plan.path)
     report = _account_for(state, read_contents(plan.path), plan.path)
     _read_model(plan, state)
     parts = []
@@ -169,6 +170,29 @@ def critic_in(plan: LoadPlan) -> LoadPlan | None:
     return plan if any(name.startswith(f"{CRITIC}.") for name in names) else None
 
 
+@dataclass(frozen=True)
+class SavedCritic:
+    """How the critic of a checkpoint was trained.
+
+    Attributes:
+        rank: of its adapters; 0 if it was trained as a whole.
+        base: absolute path of the frozen weights beside its adapters; None: the policy's.
+    """
+
+    rank: int
+    base: str | None
+
+
+def saved_critic(plan: LoadPlan) -> SavedCritic:
+    """Read how the critic was trained.
+
+    Args:
+        plan: the critic's, see `critic_in`.
+    """
+    saved = read_common(plan.path).get(CRITIC, {})
+    return SavedCritic(saved.get(ADAPTERS, {}).get("rank", 0), saved.get(BASE))
+
+
 #: Setting of adapters → its flags.
 _ADAPTER_FLAGS = {
     "rank": "--lora-rank",
@@ -179,21 +203,25 @@ _ADAPTER_FLAGS = {
 }
 
 
-def _check_adapters(own: dict[str, Any], saved: dict[str, Any], directory: Path) -> None:
+def _check_adapters(state: TrainerState, saved: dict[str, Any], directory: Path) -> None:
     """Compare the flags' adapter settings with those of a checkpoint. With another alpha, for
     example, the same tensors would be another policy.
 
     Raises:
         UserError: settings differ; names the flags.
     """
+    assert state.adapters is not None
+    own = adapter_facts(state.adapters)
+    of_critic = {"rank": "--critic-lora-rank"} if state.prefix else {}
     differing = [
         f"{flags} gave {saved.get(name)}, now {own[name]}"
-        for name, flags in _ADAPTER_FLAGS.items()
+        for name, flags in (_ADAPTER_FLAGS | of_critic).items()
         if own[name] != saved.get(name)
     ]
     if differing:
         raise UserError(
-            f"the adapters of {directory} are others than those of the flags",
+            f"the {'critic' if state.prefix else 'adapters'} of {directory} "
+            f"{'has other adapters' if state.prefix else 'are others'} than those of the flags",
             why="; ".join(differing),
             fix="pass the --lora-* flags of the run that saved them",
         )

@@ -25,9 +25,10 @@ _EXPERT = re.compile(
 )
 _STACKED = re.compile(r"\.experts\.linear_fc[12]\.(weight|bias|adapter\.\w+)$")
 
-ModelPart = Literal["everything", "base", "adapters", "trunk"]
+ModelPart = Literal["everything", "base", "adapters", "trunk", "adapters and head"]
 """A subset of a model's parameters: those of the base, or those of adapters. Without adapters,
-everything is the base. The trunk is everything but the output layer."""
+everything is the base. The trunk is the base without the output layer; "adapters and head" is the
+rest."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,11 @@ class Placement:
 
 def belongs(name: str, part: ModelPart) -> bool:
     """Tell whether a parameter, by its Megatron name, is in a part of the model."""
-    if part == "trunk":
-        return not name.startswith("output_layer.")
-    return part == "everything" or is_adapter_parameter(name) == (part == "adapters")
+    is_adapter = is_adapter_parameter(name)
+    if part in ("trunk", "adapters and head"):
+        is_beside = is_adapter or name.startswith("output_layer.")
+        return is_beside == (part == "adapters and head")
+    return part == "everything" or is_adapter == (part == "adapters")
 
 
 def unwrapped(model_chunks: Sequence[nn.Module]) -> list[nn.Module]:

@@ -17,6 +17,7 @@ from slime.models.adapters import AdapterConfig
 
 REFERENCE = "reference"
 ADAPTERS = "adapters"
+BASE = "base"
 
 
 def adapter_facts(adapters: AdapterConfig) -> dict[str, Any]:
@@ -38,6 +39,8 @@ class TrainerState:
         reference_iteration: the rollout after which the policy had the reference's weights.
         part: the part of the model to save or load.
         adapters: the model's adapters, if it has any.
+        base: absolute path of the frozen weights beside a critic's adapters, a Hugging Face
+            directory or one iteration of a checkpoint; None: those of the policy.
         prefix: prefix of all tensor names: "critic." for the critic's.
         critic: the state of a critic that is trained on the same ranks.
     """
@@ -49,6 +52,7 @@ class TrainerState:
     reference_iteration: int | None = None
     part: ModelPart = "everything"
     adapters: AdapterConfig | None = None
+    base: str | None = None
     prefix: str = ""
     critic: TrainerState | None = None
 
@@ -72,14 +76,16 @@ class TrainerState:
             saved["rng_state"] = sharded_random_state(random_state())
         saved["iteration"] = 0 if iteration == RELEASE else iteration
         saved["checkpoint_version"] = 3.0
-        if self.adapters is not None:
-            saved[ADAPTERS] = adapter_facts(self.adapters)
         saved["layout"] = {**random_layout(), "has_rng_state": save_rng}
         return saved
 
     def _trained_state(self, *, save_optimizer: bool) -> StateDict:
         """Return the state of the model, its optimizer and its schedule. Collective."""
         saved = self.model()
+        if self.adapters is not None:
+            saved[ADAPTERS] = adapter_facts(self.adapters)
+        if self.base is not None:
+            saved[BASE] = self.base
         if save_optimizer and self.optimizer is not None:
             saved["optimizer"] = sharded_optimizer_state(self.optimizer, self.model())
             if self.scheduler is not None:

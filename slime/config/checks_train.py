@@ -437,11 +437,15 @@ def _lora(draft: Draft) -> None:
             f"--lora-dropout {draft['lora_dropout']:g}: with dropout the trained policy's "
             "log-probs differ from those of the policy that generated, even before the first step"
         )
-    if draft["lr"] < _FULL_TRAINING_LR:
-        draft.warnings.append(
-            f"--lr {draft['lr']:g} is typical of full training: adapters usually need about ten "
-            "times as much, 1e-5 to 1e-4 for reinforcement learning"
-        )
+    rates = ["lr"]
+    if draft.is_given("critic_lr") and draft["critic_lora_rank"]:
+        rates.append("critic_lr")
+    for rate in rates:
+        if draft[rate] < _FULL_TRAINING_LR:
+            draft.warnings.append(
+                f"{option_of(rate)} {draft[rate]:g} is typical of full training: adapters usually "
+                "need about ten times as much, 1e-5 to 1e-4 for reinforcement learning"
+            )
 
 
 def _deterministic(draft: Draft) -> None:

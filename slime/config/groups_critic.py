@@ -47,6 +47,15 @@ class CriticConfig:
     no factor of ½."""
     critic_lr_warmup_iters: int = derived("lr_warmup_iters", range=NONE_OR_SOME, needs=_CRITIC)
     """Optimizer steps of linear warm-up of the critic's learning rate."""
+    critic_lora_rank: int = derived(
+        "lora_rank",
+        range=NONE_OR_SOME,
+        needs=(_CRITIC, on("lora_rank", why="without adapters the critic is trained as a whole")),
+        read_by="trainer",
+    )
+    """Rank of the critic's adapters, which are trained beside its frozen layers, together with its
+    whole value head; 0 trains the whole critic. Scale, layers and dropout are those of the policy's
+    adapters; the output layer, which a critic does not have, gets none."""
     critic_num_nodes: int = derived(
         "actor_num_nodes with critic_num_gpus_per_node, else 0",
         range=NONE_OR_SOME,

@@ -242,7 +242,8 @@ class DebugConfig:
     megatron_config_path: str | None = flag(None, read_by="config")
     """YAML file of settings per role, which win over flags: ``megatron: [{name: default, role:
     critic, num_gpus_per_node: 2, overrides: {lr: 1.0e-5}}]``. The actor's settings are flags; the
-    critic's are --critic-lr, --critic-lr-warmup-iters, --critic-load, its GPUs and its layout."""
+    critic's are --critic-lr, --critic-lr-warmup-iters, --critic-load, --critic-lora-rank, its GPUs
+    and its layout."""
     custom_config_path: str | None = flag(None, read_by="config")
     """YAML file of attributes that `args` gets for hooks; names that are flags set the flag."""
     dry_run: bool = flag(False)

@@ -251,6 +251,7 @@ _CRITIC_FLAGS = {
         "lr",
         "lr_warmup_iters",
         "load",
+        "lora_rank",
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
         "context_parallel_size",

@@ -335,6 +335,7 @@ def _algorithm(draft: Draft) -> None:
     )
     draft.copy("critic_lr", "lr")
     draft.copy("critic_lr_warmup_iters", "lr_warmup_iters")
+    draft.copy("critic_lora_rank", "lora_rank")
     draft.copy("critic_lambd", "lambd")
     if draft["use_opd"]:
         in_trainer = bool(draft["opd_teacher_load"])

@@ -131,24 +131,31 @@ def _weights(config: Config) -> int:
     return sum(held.numel for held in rank_parameters(spec, Layout(), 0))
 
 
-def _adapter_parameters(config: Config) -> int:
-    adapters = AdapterConfig.of(config)
-    assert adapters is not None
+def _saved_parameters(config: Config) -> tuple[int, int]:
+    """Count the parameters of policy and critic that a checkpoint holds; (0, 0) if there is no
+    config.json. A critic's output layer counts, though it has none."""
+    whole = _weights(config)
+    if not whole:
+        return 0, 0
     path = str(config.checkpoint.hf_checkpoint)
     family = family_of(path, config.checkpoint.model_name)
-    return count_parameters(family, family.model_spec(path), adapters)
+    spec = family.model_spec(path)
+    adapters = AdapterConfig.of(config)
+    policy = count_parameters(family, spec, adapters) if adapters else whole
+    if not config.algorithm.needs_critic:
+        return policy, 0
+    of_critic = AdapterConfig.of_critic(config, family, spec)
+    return policy, count_parameters(family, spec, of_critic) if of_critic else whole
 
 
 def disk(case: CheckedRun, findings: CheckFindings) -> None:
     """Check that the folders of --save and --save-hf have room for one checkpoint."""
     config = case.run
     flags = case.run.checkpoint
-    parameters = _weights(config)
+    policy, critic = _saved_parameters(config)
     states = 0 if flags.no_save_optim or config.debug.debug_rollout_only else _STATES
-    if config.lora.lora_rank:
-        parameters = _adapter_parameters(config) if parameters else 0
-    whole = parameters * (_WEIGHT + states)
-    model = parameters * _WEIGHT
+    whole = (policy + critic) * (_WEIGHT + states)
+    model = policy * _WEIGHT
     sizes = {"--save": (flags.save, whole), "--save-hf": (flags.save_hf, model)}
     for flag, (folder, nbytes) in sizes.items():
         if not folder or not nbytes:

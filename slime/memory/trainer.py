@@ -107,6 +107,7 @@ class TrainerSettings:
         grouped: attention kernels support grouped queries (`slime.models.mixers.Kernels`).
         has_vocabulary: the model predicts tokens; a critic has one output instead.
         has_critic: a critic is trained on the same GPUs (`as_critic`).
+        critic_adapters: the trained adapters of a critic with frozen layers.
     """
 
     spec: ModelSpec
@@ -140,6 +141,7 @@ class TrainerSettings:
     adapters: AdapterConfig | None = None
     has_vocabulary: bool = True
     has_critic: bool = False
+    critic_adapters: AdapterConfig | None = None
 
     @staticmethod
     def of(
@@ -195,10 +197,13 @@ class TrainerSettings:
             measured=config.quantised.measure_quantisation,
             adapters=adapters,
             has_critic=algorithm.needs_critic and not config.critic.has_own_gpus,
+            critic_adapters=AdapterConfig.of_critic(config, table_of(spec), spec)
+            if algorithm.needs_critic
+            else None,
         )
 
     def as_critic(self) -> TrainerSettings:
-        """Return the settings of a critic of this policy: fully trained, not quantised."""
+        """Return the settings of a critic of this policy, which is not quantised."""
         return replace(
             self,
             spec=replace(self.spec, tie_embeddings=False),
@@ -211,9 +216,10 @@ class TrainerSettings:
             frozen=(),
             rounded=None,
             measured=False,
-            adapters=None,
+            adapters=self.critic_adapters,
             has_vocabulary=False,
             has_critic=False,
+            critic_adapters=None,
         )
 
     def is_trained(self, parameter: Parameter) -> bool:
@@ -320,9 +326,15 @@ class StageMemory:
         return [*trained, *self.adapters]
 
     @cached_property
+    def value_head(self) -> int:
+        """Entries of a critic's value head, which is trained and whole on each rank."""
+        has_head = self._has_output and not self.settings.has_vocabulary
+        return self.settings.spec.hidden_size + 1 if has_head else 0
+
+    @cached_property
     def trained(self) -> int:
         """Entries with a gradient."""
-        return sum(p.numel for p in self._learning)
+        return self.value_head + sum(p.numel for p in self._learning)
 
     @cached_property
     def owned(self) -> float:
@@ -331,14 +343,14 @@ class StageMemory:
         if not settings.sharded:
             return float(self.trained)
         layout = settings.layout
-        return sum(
+        return self.value_head / layout.shards + sum(
             p.numel / (layout.expert_shards if p.is_expert else layout.shards)
             for p in self._learning
         )
 
     @cached_property
     def weights(self) -> float:
-        """The model's weights in bytes, without adapters."""
+        """The model's weights in bytes, without adapters and a critic's value head."""
         return float(sum(p.numel for p in self.parameters) * self.settings.element)
 
     @cached_property
@@ -363,6 +375,7 @@ class StageMemory:
         found = {
             "weights" if settings.adapters is None else FROZEN: self.weights,
             "adapters": self.adapter_weights,
+            "value head": float(self.value_head * settings.element),
             "gradients": self.gradients,
             "master weights": self.master * (1 - settings.master_on_host),
             "optimizer moments": self.moments * (1 - settings.moments_on_host),
@@ -393,7 +406,8 @@ class StageMemory:
             row = settings.spec.hidden_size * settings.element
             found["hidden states of teachers"] = settings.teacher_tokens * row
         if sleeps:
-            found["weights asleep"] = self.weights + self.adapter_weights
+            head = self.value_head * settings.element
+            found["weights asleep"] = self.weights + self.adapter_weights + head
             found["optimizer states asleep"] = self.master - master + self.moments - moments
         if settings.saves_async:
             trained = self.owned * settings.element

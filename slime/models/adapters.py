@@ -111,9 +111,40 @@ class AdapterConfig:
         return AdapterConfig.for_model(config.lora, family, family.model_spec(flags.hf_checkpoint))
 
     @staticmethod
-    def for_model(flags: LoraConfig, family: ModelFamily, spec: ModelSpec) -> AdapterConfig:
+    def of_critic(config: Config, family: ModelFamily, spec: ModelSpec) -> AdapterConfig | None:
+        """Read the flags for the critic of the model ``spec``, which has no output layer; None if
+        it is trained as a whole.
+
+        Raises:
+            UserError: as `for_model`, or the critic has none of the targets.
+        """
+        rank = config.critic.critic_lora_rank
+        if not rank:
+            return None
+        flags = dataclasses.replace(config.lora, lora_rank=rank)
+        found = AdapterConfig.for_model(flags, family, spec, rank_flag="--critic-lora-rank")
+        outputs = {leaf for rule in family.rules if rule.is_output for leaf in leaves(rule)}
+        if found.targets <= outputs:
+            raise UserError(
+                f"no layer of the critic is left to adapt: it has no {' '.join(found.targets)}",
+                why="a critic has a value head in place of the output layer, and the head is "
+                "trained as a whole",
+                fix="name further layers with --lora-target-modules, or pass --critic-lora-rank 0",
+            )
+        return dataclasses.replace(found, targets=found.targets - outputs)
+
+    @staticmethod
+    def for_model(
+        flags: LoraConfig,
+        family: ModelFamily,
+        spec: ModelSpec,
+        *,
+        rank_flag: str = "--lora-rank",
+    ) -> AdapterConfig:
         """Read the flags for one model.
 
+        Args:
+            rank_flag: the flag that gave ``flags.lora_rank``, for messages.
         Raises:
             UserError: a target is not in the model (names the closest) or cannot be adapted, there
                 is no target, only one side of the experts is adapted, or the rank is not divisible
@@ -125,7 +156,7 @@ class AdapterConfig:
         if not any(leaf in targets for rule in _in_model(routed, spec) for leaf in leaves(rule)):
             _refuse_expert_flags(flags)
         elif flags.lora_rank_by_topk:
-            expert_rank = _divided_rank(flags.lora_rank, spec)
+            expert_rank = _divided_rank(flags.lora_rank, spec, rank_flag)
         return AdapterConfig(
             rank=flags.lora_rank,
             alpha=flags.lora_alpha,
@@ -290,14 +321,14 @@ def _refuse_expert_flags(flags: LoraConfig) -> None:
         )
 
 
-def _divided_rank(rank: int, spec: ModelSpec) -> int:
+def _divided_rank(rank: int, spec: ModelSpec, flag: str) -> int:
     per_token = int(spec.transformer["moe_router_topk"])
     if rank % per_token:
         raise UserError(
-            f"--lora-rank {rank} cannot be divided by the {per_token} experts per token",
-            why="with --lora-rank-by-topk the adapters of experts have rank lora_rank ÷ experts "
-            "per token",
-            fix=f"pass --lora-rank {-(-rank // per_token) * per_token}",
+            f"{flag} {rank} cannot be divided by the {per_token} experts per token",
+            why="with --lora-rank-by-topk the adapters of experts have this rank ÷ experts per "
+            "token",
+            fix=f"pass {flag} {-(-rank // per_token) * per_token}",
         )
     return rank // per_token
 

@@ -271,13 +271,7 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
         check_same_model(spec, own, folder)
         quantisation = Quantisation.read(read_hf_config(folder))
         if quantisation is not None and config.lora.lora_rank and folder in critics:
-            raise UserError(
-                f"a critic cannot start from {folder}, which holds weights quantised to "
-                f"{quantisation}",
-                why="adapters are trained beside them, the critic is trained as a whole",
-                fix="name plain weights with --critic-load; slime convert quantised-to-hf makes "
-                "some of these",
-            )
+            _check_quantised_critic(config, folder, quantisation)
         # a frozen base is read as engines read it
         is_frozen = bool(config.lora.lora_rank) and folder == Path(flags.hf_checkpoint)
         if quantisation is not None and (folder not in trained or is_frozen):
@@ -293,6 +287,22 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
     for adapter in (config.lora.lora_adapter_path, reference_adapter(config)):
         if adapter:
             check_adapter(adapter)
+
+
+def _check_quantised_critic(config: Config, folder: Path, quantisation: Quantisation) -> None:
+    """Refuse quantised weights as the start of a critic, unless they are the base that stays frozen
+    in policy and critic."""
+    has_adapters = bool(config.critic.critic_lora_rank)
+    if has_adapters and folder.resolve() == resolve_reference(config).path.resolve():
+        return
+    raise UserError(
+        f"a critic cannot start from {folder}, which holds weights quantised to {quantisation}",
+        why="only the policy's base is read with the values of the engines"
+        if has_adapters
+        else "adapters are trained beside them, the critic is trained as a whole",
+        fix="name plain weights with --critic-load (slime convert quantised-to-hf makes some of "
+        "these), or leave --critic-load and --critic-lora-rank out",
+    )
 
 
 def check_teachers(config: Config) -> None:

@@ -21,18 +21,23 @@ APART = ("--critic-num-gpus-per-node", 1)
 _DIES = ("--custom-megatron-init-path", "tests.support.hold.critic_dies_once")
 
 
+@pytest.mark.parametrize(
+    "more", [(), pytest.param(("--lora-rank", 4), marks=pytest.mark.full)], ids=["all", "adapters"]
+)
 def test_a_critic_of_its_own_that_dies_changes_no_number(
-    run: Run, deterministic: Any, outputs: Path
+    more: tuple[Any, ...], run: Run, deterministic: Any, outputs: Path
 ) -> None:
     """At the policy's layout, bit for bit; the trainer restarts as it does for the policy's
     ranks."""
-    shared = run("critic-shared", *deterministic("critic-shared"), *PPO)
+    kind = "adapters" if more else "all"
+    shared = run(f"critic-shared-{kind}", *deterministic(f"critic-shared-{kind}"), *PPO, *more)
     sign = outputs / "die-critic-2"
     sign.touch()
-    name = "critic-apart"
-    flags = [*deterministic(name), *PPO, *APART, "--save", outputs / "critic-ckpt"]
+    name = f"critic-apart-{kind}"
+    saved = outputs / f"critic-ckpt-{kind}"
+    flags = [*deterministic(name), *PPO, *more, *APART, "--save", saved]
     apart = run(name, *flags, *_DIES, "--max-restarts", 1)
-    assert not sign.exists() and not (outputs / "critic-ckpt" / ".critic").exists()
+    assert not sign.exists() and not (saved / ".critic").exists()
     for rollout_id in range(4):
         assert apart.tokens(rollout_id) == shared.tokens(rollout_id)
     for ours, theirs in zip(apart.steps().values(), shared.steps().values(), strict=True):

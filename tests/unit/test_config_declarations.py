@@ -141,6 +141,8 @@ def options(need: Requirement) -> Iterator[tuple[str, Any]]:
 def given_value(dest: str) -> Any:
     if dest == "num_virtual_stages_per_pipeline_rank":
         return 2
+    if dest == "lora_rank":
+        return 9  # other than the value given to critic_lora_rank, which is derived from it
     return ("a", "a.jsonl") if dest == "eval_prompt_data" else other_than_default(all_flags()[dest])
 
 

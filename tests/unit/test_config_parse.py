@@ -231,6 +231,14 @@ megatron:
 """
 
 
+def test_a_file_of_roles_says_whether_the_critic_has_adapters(tmp_path: Path) -> None:
+    path = tmp_path / "roles.yaml"
+    path.write_text("megatron: [{role: critic, overrides: {lora_rank: 0}}]")
+    flags = {"advantage_estimator": "ppo", "lora_rank": 4}
+    assert make_config(**flags).critic.critic_lora_rank == 4
+    assert make_config(**flags, megatron_config_path=str(path)).critic.critic_lora_rank == 0
+
+
 def test_a_file_of_roles_wins_over_flags(tmp_path: Path) -> None:
     path = tmp_path / "roles.yaml"
     path.write_text(ROLES)

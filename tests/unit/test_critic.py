@@ -138,9 +138,11 @@ def numbers(metrics: dict[str, float]) -> dict[str, float]:
     [
         {"bf16": True, "lr_decay_style": "cosine"},
         {"bf16": True, "optimizer_cpu_offload": True, "async_save": True},
+        {"lora_rank": 2, "critic_lora_rank": 0, "async_save": True},
         {"lora_rank": 2, "async_save": True},
+        {"lora_rank": 2, "critic_lora_rank": 3, "bf16": True, "optimizer_cpu_offload": True},
     ],
-    ids=["bfloat16", "states on the host", "adapters"],
+    ids=["bfloat16", "states on the host", "the policy's adapters", "adapters", "their states"],
 )
 def test_a_resumed_run_has_the_same_bits(more: dict[str, Any], tmp_path: Path, model: Path) -> None:
     """The critic sleeps while it is saved, as it does beside engines."""
@@ -161,6 +163,8 @@ def test_a_resumed_run_has_the_same_bits(more: dict[str, Any], tmp_path: Path, m
         first.critic._offloader = Offloader(first.critic.chunks, first.critic.optimizer, pin=False)
         first.critic.sleep()
         assert all(p.untyped_storage().nbytes() == 0 for p in first.critic.chunks[0].parameters())
+        frozen = [p for p in first.critic.chunks[0].parameters() if not p.requires_grad]
+        assert bool(frozen) == bool(first.critic._offloader._frozen) == bool(first.critic.adapters)
         first.save(0)
         first.finish_saving()
         first.critic.wake()
@@ -254,6 +258,7 @@ def opened(info: Any, flags: dict[str, Any]) -> Any:
     return backend
 
 
+@pytest.mark.parametrize("more", [{}, {"lora_rank": 2}], ids=["all layers", "adapters"])
 @pytest.mark.parametrize(
     ("saved_at", "loaded_at"),
     [
@@ -263,12 +268,12 @@ def opened(info: Any, flags: dict[str, Any]) -> Any:
     ],
 )
 def test_saved_at_one_layout_and_resumed_at_another(
-    saved_at: Any, loaded_at: Any, ranks: Pools, model: Path, tmp_path: Path
+    saved_at: Any, loaded_at: Any, more: dict[str, Any], ranks: Pools, model: Path, tmp_path: Path
 ) -> None:
     def run(job: Any, where: Any, name: str) -> list[Any]:
         size, data_parallel, layout = where
         folder = {"load": str(tmp_path / name), "save": str(tmp_path / name)}
-        flags = {"hf_checkpoint": str(model), **folder, **layout}
+        flags = {"hf_checkpoint": str(model), **more, **folder, **layout}
         return ranks.run(size, job, flags, batches_for(data_parallel))
 
     alone = (1, 1, {})
@@ -299,7 +304,8 @@ def told_by_the_prompt(rollout_id: int) -> TrainBatch:
     return dataclasses.replace(batch, rollout_id=rollout_id, rewards=rewards)
 
 
-def test_the_critic_explains_most_of_the_returns() -> None:
+@pytest.mark.parametrize("more", [{}, {"lora_rank": 8}], ids=["all layers", "adapters"])
+def test_the_critic_explains_most_of_the_returns(more: dict[str, Any]) -> None:
     """Of answers that it has not seen yet."""
     backend = trainer(
         advantage_estimator="ppo",
@@ -307,6 +313,7 @@ def test_the_critic_explains_most_of_the_returns() -> None:
         num_critic_only_steps=99,
         rollout_batch_size=24,
         value_clip=10.0,
+        **more,
     )
     try:
         explained = [
@@ -336,9 +343,10 @@ def test_normalised_values_are_in_the_unit_of_the_returns() -> None:
     assert second["train/critic-value_clipfrac"] == 0.0
 
 
-def test_taking_turns_changes_no_number() -> None:
+@pytest.mark.parametrize("more", [{}, {"lora_rank": 2}], ids=["all layers", "adapters"])
+def test_taking_turns_changes_no_number(more: dict[str, Any]) -> None:
     def three_rollouts(takes_turns: bool) -> tuple[list[dict[str, float]], Any]:
-        backend = trainer(**PPO, kl_coef=0.1, bf16=True)
+        backend = trainer(**PPO, kl_coef=0.1, bf16=True, **more)
         try:
             assert backend.critic is not None
             if takes_turns:
@@ -396,6 +404,8 @@ def test_a_critic_of_experts_routes_and_balances_by_itself(tmp_path: Path) -> No
         ({"advantage_estimator": "grpo", "lambd": 0.9}, "--advantage-estimator ppo"),
         ({"lambd": 1.5}, "at most 1"),
         ({"value_clip": 0.0}, "more than 0"),
+        ({"critic_lora_rank": 4}, "without --lora-rank"),
+        ({"advantage_estimator": "grpo", "lora_rank": 4, "critic_lora_rank": 8}, "estimator ppo"),
     ],
 )
 def test_what_a_critic_cannot_be_used_with_is_refused(flags: dict[str, Any], told: str) -> None:

@@ -211,10 +211,11 @@ def shared_job(
         pytest.param((2, 1, CP2), (2, 1, PP2), marks=pytest.mark.full),
     ],
 )
+@pytest.mark.parametrize("more", [{}, {"lora_rank": 2}], ids=["all layers", "adapters"])
 def test_any_two_layouts_give_the_numbers_of_a_critic_on_the_policys_ranks(
-    policy: Any, critic: Any, ranks: Pools, model: Path
+    policy: Any, critic: Any, more: dict[str, Any], ranks: Pools, model: Path
 ) -> None:
-    flags = {"hf_checkpoint": str(model)}
+    flags = {"hf_checkpoint": str(model), **more}
     [alone] = ranks.run(1, shared_job, flags, batches_for(1), 3)
     found, values = together(ranks, policy, critic, 3, **flags)
     assert_same(found, alone["metrics"])
@@ -276,10 +277,11 @@ def test_a_checkpoint_has_both_and_any_run_goes_on_from_it(
     assert_same(back["metrics"], unbroken["metrics"][1:])
 
 
+@pytest.mark.parametrize("of_critic", [{}, {"critic_lora_rank": 0}], ids=["adapters", "all layers"])
 def test_a_checkpoint_of_adapters_has_the_critic_too(
-    ranks: Pools, model: Path, tmp_path: Path
+    of_critic: dict[str, Any], ranks: Pools, model: Path, tmp_path: Path
 ) -> None:
-    flags = {**RESUMING, "hf_checkpoint": str(model), "lora_rank": 2}
+    flags = {**RESUMING, "hf_checkpoint": str(model), "lora_rank": 2, **of_critic}
     own = {"load": str(tmp_path / "run"), "save": str(tmp_path / "run")}
     [unbroken] = ranks.run(1, shared_job, flags, batches_for(1), 2)
     first, _ = together(ranks, ALONE, (2, 1, TP2 | SP), 1, **flags, **own, saves=True)
@@ -287,6 +289,8 @@ def test_a_checkpoint_of_adapters_has_the_critic_too(
     second, values = together(ranks, ALONE, ALONE, 1, **flags, **own)
     assert_same(first + second, unbroken["metrics"])
     assert values[0][0].any()
+    [shared] = ranks.run(1, shared_job, {**flags, "load": own["load"]}, batches_for(1), 1)
+    assert_same(shared["metrics"], unbroken["metrics"][1:])
 
 
 def test_a_damaged_critic_is_a_damaged_checkpoint(

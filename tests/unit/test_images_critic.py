@@ -55,13 +55,14 @@ def job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> list[Ten
     return backend.critic.outputs(batches[backend.data_parallel_rank])
 
 
+@pytest.mark.parametrize("more", [{}, {"lora_rank": 2}], ids=["all layers", "adapters"])
 @pytest.mark.parametrize("layout", [TP2 | SP, PP2, CP2], ids=["TP2", "PP2", "CP2"])
 def test_any_layout_trains_the_critic_of_one_process(
-    layout: dict[str, Any], ranks: Pools, tmp_path: Path
+    layout: dict[str, Any], more: dict[str, Any], ranks: Pools, tmp_path: Path
 ) -> None:
     save_seeing(tmp_path / "hf")
     batch = batch_of(ImageReader(tmp_path / "hf"), [[0, 1], [2, 3], [4, 5]])
-    flags = {"hf_checkpoint": str(tmp_path / "hf"), **PPO}
+    flags = {"hf_checkpoint": str(tmp_path / "hf"), **PPO, **more}
     [alone] = ranks.run(1, job, flags, [batch])
     found = next(own for own in ranks.run(2, job, flags | layout, [batch]) if own is not None)
     for ours, theirs in zip(found, alone, strict=True):

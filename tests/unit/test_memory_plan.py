@@ -181,13 +181,31 @@ def test_policy_and_critic_take_turns_where_engines_need_the_gpu(folders: dict[s
     assert policy["weights"] - critic["weights"] == 2 * output
     assert "blocks of logits" not in critic and critic["activations"] == policy["activations"]
     alone = plan_of(folders[DENSE], 141, colocate=True, sglang_mem_fraction_static=0.4)
-    states = sum(critic[name] for name in ("weights", "master weights", "optimizer moments"))
+    kept = ("weights", "value head", "master weights", "optimizer moments")
+    states = sum(critic[name] for name in kept)
     assert plan.host.total == pytest.approx(alone.host.total + states)
     apart = phases(plan_of(folders[DENSE], 141, rollout_num_gpus=1, **flags))
     assert owned(apart["GPU 0", "train"], "critic").keys() == {
-        "weights", "gradients", "master weights", "optimizer moments",
+        "weights", "value head", "gradients", "master weights", "optimizer moments",
     }  # fmt: skip
     assert "weights" in owned(apart["GPU 0", "push"], "critic")
+
+
+def test_a_critic_with_adapters_has_a_frozen_base(folders: dict[str, Path]) -> None:
+    head = 2560 + 1
+    flags = {"advantage_estimator": "ppo", "colocate": True, "lora_rank": 32}
+    for own in ({}, {"critic_num_gpus_per_node": 1}):
+        found = phases(plan_of(folders[DENSE], 141, critic_lora_rank=8, **flags, **own))
+        slots = "GPU 1" if own else "GPU 0"
+        states = owned(found[slots, "critic"], "critic")
+        names = ("gradients", "master weights", "optimizer moments")
+        assert [states[name] / (8 * 2_064_384 + head) for name in names] == [4, 4, 8]
+        assert states["adapters"] == 2 * 8 * 2_064_384 and states["value head"] == 2 * head
+        assert "weights (frozen)" in states and "weights" not in states
+    whole = phases(plan_of(folders[DENSE], 141, critic_lora_rank=0, **flags))
+    assert "weights" in owned(whole["GPU 0", "critic"], "critic")
+    policys = owned(found["GPU 0", "train"], "trainer")
+    assert policys == owned(whole["GPU 0", "train"], "trainer")
 
 
 def test_a_critic_on_gpus_of_its_own_takes_none_of_the_policys(folders: dict[str, Path]) -> None:

@@ -337,15 +337,33 @@ def test_what_agrees_is_not(made: dict[tuple[str, str], Directories], is_from_pl
         check_weights(config, resolve_load(config))
 
 
-def test_a_critic_is_trained_as_a_whole(made: dict[tuple[str, str], Directories]) -> None:
-    """So it cannot start from a quantised base, which adapters can be trained beside."""
+def test_a_critic_trained_as_a_whole_starts_from_plain_weights(
+    made: dict[tuple[str, str], Directories],
+) -> None:
     at = made["qwen3", "fp8"]
     flags = {"hf_checkpoint": str(at.quantised), "advantage_estimator": "ppo", **LORA}
-    config = trainer_config(**flags)
-    with pytest.raises(UserError, match=r"(?s)a critic cannot start from .*--critic-load"):
+    whole = trainer_config(**flags, critic_lora_rank=0)
+    elsewhere = trainer_config(**flags, critic_load=str(made["qwen3", "fp8-tensor"].quantised))
+    for config in (whole, elsewhere):
+        with pytest.raises(UserError, match=r"(?s)a critic cannot start from .*--critic-load"):
+            check_weights(config, resolve_load(config))
+    for more in ({}, {"critic_load": str(at.plain), "critic_lora_rank": 0}):
+        config = trainer_config(**flags, **more)
         check_weights(config, resolve_load(config))
-    config = trainer_config(**flags, critic_load=str(at.plain))
-    check_weights(config, resolve_load(config))
+
+
+def test_a_critics_frozen_layers_have_the_values_of_the_engines(
+    made: dict[tuple[str, str], Directories],
+) -> None:
+    at = made["qwen3", "fp8"]
+    with single(at.quantised, advantage_estimator="ppo", **LORA) as backend:
+        assert backend.critic is not None
+        policy, critic = (
+            dict(chunks[0].module.named_parameters())
+            for chunks in (backend.model_chunks, backend.critic.chunks)
+        )
+        name = "decoder.layers.1.mlp.linear_fc2.weight"
+        assert torch.equal(policy[name], critic[name])
 
 
 def test_published_lists_of_linear_layers_alone_are_enough(tmp_path: Path) -> None:

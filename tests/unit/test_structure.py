@@ -26,7 +26,7 @@ FILES = read_package(ROOT / "slime")
 BUDGETS = {
     "agents": 1_640,
     "algorithms": 1_410,  # four estimators, sampling masks, divergences, formulas for the docs
-    "checkpoints": 4_870,  # MXFP4, reward models, names of PEFT
+    "checkpoints": 4_890,  # MXFP4, reward models, names of PEFT, adapters of critics
     "cli": 2_785,  # plan, launch, compare, images in a chat, flags and adapters without effect
     "cluster": 4_845,  # host memory of nodes, profiles, errors of engines, GPUs of ranks
     "compat": 1_375,
@@ -37,17 +37,17 @@ BUDGETS = {
     "environments": 420,
     "forecast": 850,
     ".": 1_500,
-    "memory": 1_920,  # host memory part by part, towers
-    "models": 5_675,  # gpt-oss, stacks of experts, models around text models
+    "memory": 1_935,  # host memory part by part, towers, adapters of critics
+    "models": 5_700,  # gpt-oss, stacks of experts, models around text models
     "observe": 3_410,  # profiles, three trackers, ranges of recipes
     "page": 1_640,
     "processes": 1_060,  # the preloaded process
     "prompts": 4_265,  # rows of preferences, forms of messages
     "rollout": 9_100,  # preferences, reward models, evaluation sets, keys and labels without effect
-    "run": 2_260,  # lengths that longrope is computed for, profiles, data sets from Python
+    "run": 2_265,  # lengths that longrope is computed for, profiles, data sets from Python
     "samples": 2_250,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 930,
-    "trainer": 9_245,
+    "trainer": 9_320,  # a critic with adapters
     "user_code": 970,
     "weights": 3_130,  # adapters' host memory and runs, canaries asked again
 }

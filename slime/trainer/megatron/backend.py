@@ -52,7 +52,7 @@ from slime.trainer.ci_checks import check_grad_norms, check_rollout
 from slime.trainer.distillation import note_teacher_scores, with_teacher_prompts
 from slime.trainer.megatron import adapters, forward, optimizer
 from slime.trainer.megatron.critic import Critic
-from slime.trainer.megatron.engine_weights import EngineWeights
+from slime.trainer.megatron.engine_weights import EngineWeights, frozen_reader
 from slime.trainer.megatron.model import PolicyModel, build_model_chunks
 from slime.trainer.megatron.offload import Offloader, WeightsCopy
 from slime.trainer.megatron.packed import PackedMicroBatch
@@ -80,7 +80,6 @@ from slime.trainer.role import (
 from slime.trainer.update import ByPosition, Update, evaluate, update
 from slime.weights.canary import canary_tokens
 from slime.weights.image_canary import ImageCanary
-from slime.weights.route import flag_dtype
 from slime.weights.source import collect_adapters, save_hf, save_reward_model
 
 logger = get_logger(__name__)
@@ -255,7 +254,7 @@ class MegatronBackend(TrainerProcess):
                 "--hf-checkpoint, which the reference model and the engines have, too",
                 fix="pass it as --hf-checkpoint, or --load with a checkpoint of adapters",
             )
-        self._load_weights(base, self._quantised_reader(base))
+        self._load_weights(base, frozen_reader(self.config, base.path, self.ranks.device))
         logger.info("%s", plan.note if goes_on else base.note)
         reference = reference_adapter(self.config)
         if reference is not None:
@@ -286,26 +285,6 @@ class MegatronBackend(TrainerProcess):
         state = self._checkpoint_state()
         seed = self.config.train.seed
         self.extra_state = load_checkpoint(plan, state, seed=seed, is_compared=True).extra_state
-
-    def _quantised_reader(self, base: LoadPlan) -> QuantisedReader | None:
-        """Return the reader of a frozen base that engines hold quantised; None if engines hold
-        unquantised weights."""
-        assert self.hf_config is not None
-        quantisation = Quantisation.read(self.hf_config)
-        if quantisation is None:
-            return None
-        logger.info(
-            "adapters are trained beside a frozen base with the values of %s, from %s",
-            quantisation,
-            base.path,
-        )
-        return QuantisedReader(
-            base.path,
-            quantisation,
-            flag_dtype(self.config, self.hf_config),
-            model_name=self.config.checkpoint.model_name,
-            device=self.ranks.device,
-        )
 
     def _load_weights(self, plan: LoadPlan, reader: QuantisedReader | None = None) -> None:
         """Load full weights.

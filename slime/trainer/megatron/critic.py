@@ -1,5 +1,6 @@
-"""The critic of one trainer rank: a second model with its own optimizer. In the policy's processes
-it has the policy's layout:
+"""The critic of one trainer rank: a second model with its own optimizer. With --critic-lora-rank
+its adapters and its value head are trained, otherwise all of it. In the policy's processes it has
+the policy's layout:
 
     policy scores ─► critic wakes: values, advantages, its steps ─► critic sleeps ─► policy's steps
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
@@ -21,19 +23,28 @@ from torch import Tensor
 from slime.algorithms.values import ReturnScale
 from slime.checkpoints.directory import CRITIC
 from slime.checkpoints.hf_io import load_hf
-from slime.checkpoints.load_plan import LoadPlan, resolve_critic
-from slime.checkpoints.loading import critic_in
+from slime.checkpoints.load_plan import (
+    LoadPlan,
+    base_of_critic,
+    resolve_critic,
+    resolve_reference,
+)
+from slime.checkpoints.loading import SavedCritic, critic_in, holds_adapters, saved_critic
 from slime.checkpoints.loading import load as load_checkpoint
+from slime.checkpoints.megatron_names import ModelPart
 from slime.checkpoints.optimizer_state import ensure_state
 from slime.checkpoints.trainer_state import TrainerState
 from slime.config.config import Config
+from slime.errors import UserError
 from slime.log import get_logger
-from slime.models import family_of
+from slime.models import family_of, table_of
+from slime.models.adapters import AdapterConfig
 from slime.models.spec import ModelSpec, check_same_model, read_hf_config
 from slime.models.vision import seeing
 from slime.samples.batch import StepPlan, TrainBatch
 from slime.trainer.loss import VALUE_LOSS, micro_batch_loss
-from slime.trainer.megatron import forward, optimizer
+from slime.trainer.megatron import adapters, forward, optimizer
+from slime.trainer.megatron.engine_weights import frozen_reader
 from slime.trainer.megatron.model import build_model_chunks
 from slime.trainer.megatron.offload import Offloader
 from slime.trainer.megatron.packed import PackedMicroBatch
@@ -78,6 +89,7 @@ class Critic:
 
     Attributes:
         chunks: Megatron's DDP-wrapped pipeline stage(s).
+        adapters: the adapters that are trained beside frozen layers; None: all layers are trained.
         optimizer, scheduler: the critic's Megatron optimizer and learning-rate schedule.
     """
 
@@ -100,12 +112,22 @@ class Critic:
         self._pack = pack
         self._offloader: Offloader | None = None
         chunks = build_model_chunks(spec, self.config, initialise=initialise, model=ValueModel)
-        optimizer.freeze_vision(chunks, config)
-        self.chunks = optimizer.wrap_data_parallel(chunks, self.config, finalize_model_grads)
-        for chunk, wrapper in zip(chunks, self.chunks, strict=True):
-            chunk.attach(wrapper)
         heads = [chunk.output_layer for chunk in chunks if chunk.post_process]
         self.head: ValueHead | None = heads[0] if heads else None
+        self.adapters = AdapterConfig.of_critic(config, table_of(spec), spec)
+        self._base: str | None = None
+        if self.adapters is not None:
+            adapters.attach(chunks, spec, self.adapters)
+            adapters.draw_first_values(chunks, spec, self.adapters, config.train.seed)
+            for head in heads:
+                head.requires_grad_(True)
+            finalize = adapters.finish_gradients
+        else:
+            optimizer.freeze_vision(chunks, config)
+            finalize = finalize_model_grads
+        self.chunks = optimizer.wrap_data_parallel(chunks, self.config, finalize)
+        for chunk, wrapper in zip(chunks, self.chunks, strict=True):
+            chunk.attach(wrapper)
         self.routing: RoutingGuide | None = guide_for(chunks, spec, self.config)
         if self.routing is not None:  # the critic does not replay the policy's experts
             self.routing.source = "none"
@@ -119,30 +141,89 @@ class Critic:
 
         Args:
             plan: the policy's load plan.
+        Raises:
+            UserError: weights are missing or do not fit the model, or the saved critic was trained
+                as a whole and this one has adapters, or the other way round.
         """
         own = critic_in(plan)
         if own is not None and plan.iteration is not None:
+            saved = saved_critic(own)
+            self._check_kind(saved, own.path, resumes=True)
+            if self.adapters is not None:
+                self._load_layers(base_of_critic(self.config, saved.base))
             self._build_optimizer()
             load_checkpoint(own, self.state(), is_compared=True)
             return
-        source = resolve_critic(self.config, plan)
+        goes_on = own is not None and self.config.critic.critic_load is None
+        source = plan if goes_on else resolve_critic(self.config, plan)
+        critic = critic_in(source)
+        saved = SavedCritic(0, None) if critic is None else saved_critic(critic)
+        self._check_kind(saved, source.path, resumes=False)
+        if critic is not None and saved.rank:
+            self._load_layers(base_of_critic(self.config, saved.base))
+            load_checkpoint(critic, dataclasses.replace(self._weights(), adapters=self.adapters))
+        else:
+            self._load_layers(source)
+        logger.info("critic: %s", source.note)
+        self._build_optimizer()
+
+    def _check_kind(self, saved: SavedCritic, directory: Path, *, resumes: bool) -> None:
+        """Refuse a saved critic with adapters if this one has none, and on resume also the
+        opposite. A new critic may train adapters beside a critic that was trained as a whole."""
+        if saved.rank and self.adapters is None:
+            raise UserError(
+                f"the critic of {directory} has adapters of rank {saved.rank}, and this run trains "
+                "the critic as a whole",
+                why="the checkpoint holds its adapters and head, not its frozen layers",
+                fix=f"pass --critic-lora-rank {saved.rank} and the --lora-* flags of the run that "
+                "saved it",
+            )
+        if resumes and not saved.rank and self.adapters is not None:
+            raise UserError(
+                f"the critic of {directory} was trained as a whole, and this run trains adapters "
+                f"of rank {self.adapters.rank}",
+                why="its optimizer state is that of all layers",
+                fix="pass --critic-lora-rank 0",
+            )
+
+    def _load_layers(self, source: LoadPlan) -> None:
+        """Load all weights but those of adapters. A language model leaves the head as it is."""
+        reads_policys = False
+        if self.adapters is not None:
+            policys = resolve_reference(self.config).path
+            reads_policys = source.path.resolve() == policys.resolve()
+            self._base = None if reads_policys else str(source.path.resolve())
         if source.kind == "hf":
             name = self.config.checkpoint.model_name
             theirs = read_hf_config(source.path)
             if self.spec.vision is not None:
                 theirs = seeing(theirs)
             check_same_model(self.spec, family_of(theirs, name).model_spec(theirs), source.path)
-            load_hf(self.chunks, source.path, theirs, model_name=name, part="trunk")
-        else:
-            critic = critic_in(source)
-            weights = TrainerState(
-                self.chunks,
-                prefix="" if critic is None else f"{CRITIC}.",
-                part="trunk" if critic is None else "everything",
+            reader = None
+            if reads_policys:
+                reader = frozen_reader(self.config, source.path, self.ranks.device)
+            load_hf(self.chunks, source.path, theirs, model_name=name, reader=reader, part="trunk")
+            return
+        critic = critic_in(source)
+        if critic is not None:
+            load_checkpoint(critic, self._weights("base"))
+            return
+        if holds_adapters(source):
+            raise UserError(
+                f"{source.path} holds only adapters of a policy, from which a critic cannot start",
+                why="there are neither whole weights nor a critic in it",
+                fix="leave --critic-load out, or merge them (slime export --merge) and name the "
+                "merged model",
             )
-            load_checkpoint(critic or source, weights)
-        logger.info("critic: %s", source.note)
-        self._build_optimizer()
+        load_checkpoint(source, TrainerState(self.chunks, part="trunk"))
+
+    def _weights(self, part: ModelPart | None = None) -> TrainerState:
+        """Return a part of the model, by default the trained one, without training state."""
+        return TrainerState(
+            self.chunks,
+            part=part or ("everything" if self.adapters is None else "adapters and head"),
+            prefix=f"{CRITIC}.",
+        )
 
     def _build_optimizer(self) -> None:
         self.optimizer, self.scheduler = optimizer.build_optimizer(self.chunks, self.config)
@@ -152,11 +233,12 @@ class Critic:
 
     def state(self) -> TrainerState:
         """Return the critic's part of a checkpoint."""
-        return TrainerState(
-            self.chunks,
-            self.optimizer,
-            self.scheduler,
-            prefix=f"{CRITIC}.",
+        return dataclasses.replace(
+            self._weights(),
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            adapters=self.adapters,
+            base=self._base,
         )
 
     # -- turns -------------------------------------------------------------------------------------
@@ -239,7 +321,9 @@ class Critic:
             inputs = inputs_of(micro_batch.samples)
             return micro_batch_loss(VALUE_LOSS, values, inputs, self.config, self.functions)
 
-        return forward.forward_backward(self.chunks, packed, loss_of, gradient_scale=scale)
+        dropout = self.adapters.dropout if self.adapters is not None else 0.0
+        with adapters.dropping_inputs(self.chunks, dropout):
+            return forward.forward_backward(self.chunks, packed, loss_of, gradient_scale=scale)
 
     def optim_step(self, step: StepPlan, *, skip: bool) -> StepOutcome:
         """Apply the accumulated gradients and advance the schedule; with ``skip`` do neither.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,13 +21,44 @@ from torch import Tensor, nn
 
 from slime.checkpoints.hf_io import shard_of, with_padding_of
 from slime.checkpoints.megatron_names import Placement, global_parameters
+from slime.checkpoints.quantised_reader import QuantisedReader
 from slime.config.config import Config
 from slime.engines.wire.quantised import as_engines_compute, require_library
+from slime.log import get_logger
 from slime.models import Match, family_of
 from slime.models.ignore_list import check
 from slime.models.quantised import Quantisation
 from slime.models.spec import HfConfig, read_hf_config
 from slime.weights.route import flag_dtype
+
+logger = get_logger(__name__)
+
+
+def frozen_reader(config: Config, base: Path, device: torch.device) -> QuantisedReader | None:
+    """Return the reader of a frozen base that engines hold quantised; None if engines hold
+    unquantised weights.
+
+    Args:
+        base: the Hugging Face directory from which the base is loaded.
+        device: on which quantised weights are computed.
+    """
+    assert config.checkpoint.hf_checkpoint is not None
+    hf_config = read_hf_config(config.checkpoint.hf_checkpoint)
+    quantisation = Quantisation.read(hf_config)
+    if quantisation is None:
+        return None
+    logger.info(
+        "adapters are trained beside a frozen base with the values of %s, from %s",
+        quantisation,
+        base,
+    )
+    return QuantisedReader(
+        base,
+        quantisation,
+        flag_dtype(config, hf_config),
+        model_name=config.checkpoint.model_name,
+        device=device,
+    )
 
 
 class EngineWeights:
