@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -84,6 +84,8 @@ SEEING: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
         },
     ),
 }
+#: Prefix of the tower of Gemma 3 in published files; transformers writes a shorter one.
+SIGLIP = "vision_tower.vision_model."
 #: Side of an image of Gemma 3, in tokens.
 GEMMA_SIDE = 3
 #: How far log-probs may lie from transformers: a gated delta net divides by what is small here.
@@ -134,13 +136,22 @@ def _save_gemma(directory: Path, tokens: Sequence[int], text: dict[str, Any]) ->
         eoi_token_index=tokens[1],
         image_token_index=tokens[2],
     )
-    model = save_random(config, directory, scale=8)
-    file = directory / "model.safetensors"
+    model: Any = save_random(config, directory, scale=8)
+    with torch.no_grad():
+        for parameter in model.model.vision_tower.parameters():
+            if parameter.dim() > 1:  # SigLIP begins with larger weights than decoders
+                parameter.div_(8)
+        # transformers begins with zeros
+        model.model.multi_modal_projector.mm_input_projection_weight.normal_(std=0.2)
+    names = {"model.language_model.": "language_model.model.", "model.vision_tower.": SIGLIP}
+    names |= {"model.multi_modal_projector.": "multi_modal_projector."}
     published = {
-        name.replace("vision_tower.", "vision_tower.vision_model."): tensor
-        for name, tensor in load_file(file).items()
+        names[prefix] + name.removeprefix(prefix): parameter.detach().clone()
+        for name, parameter in model.named_parameters()
+        for prefix in names
+        if name.startswith(prefix)
     }
-    save_file(published, file, metadata={"format": "pt"})
+    save_file(published, directory / "model.safetensors", metadata={"format": "pt"})
     Gemma3ImageProcessorPil(
         size={"height": tower["image_size"], "width": tower["image_size"]},
         image_mean=[0.5] * 3,

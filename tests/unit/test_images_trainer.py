@@ -101,6 +101,8 @@ def test_gradients_are_those_of_transformers(kind: str, recompute: bool, tmp_pat
         theirs = {name: one for name, one in theirs.items() if ".experts." not in name}
     names = ours.keys() & {file_name(name, kind) for name in theirs}
     assert len(names) == len(theirs) and any(is_tower(name) for name in names)
+    # the softmax of the tower's attention cancels what a bias of its keys adds
+    theirs = {name: one for name, one in theirs.items() if not name.endswith("attn.k_proj.bias")}
     differences = {name: worst(ours[file_name(name, kind)], one) for name, one in theirs.items()}
     name = max(differences, key=differences.__getitem__)
     # the tower's first product is summed in another order, which routers of experts magnify
