@@ -31,6 +31,7 @@ GEMMA3_VISION = VisionKind(
     "transformers.models.siglip.modeling_siglip:SiglipVisionModel",
     sections=(),
     names=r"(vision_tower|multi_modal_projector)\..*",
+    kept=(8, 2),
     bidirectional=True,
     around="\n\n",
 )

@@ -54,15 +54,22 @@ def reader(directory: Path, model: Any) -> ImageReader:
 
 
 @pytest.mark.parametrize("kind", SEEING)
-@pytest.mark.parametrize("prefill_tokens", [2048, 7])
+@pytest.mark.parametrize(
+    ("prefill_tokens", "deterministic"), [(2048, False), (7, False), (7, True)]
+)
 def test_log_probs_are_those_of_transformers(
-    prefill_tokens: int, kind: str, tmp_path: Path
+    prefill_tokens: int, deterministic: bool, kind: str, tmp_path: Path
 ) -> None:
     """Prompt and sampled tokens, in one batch; the sampled ones by one forward of all."""
     directory = tmp_path
     model = save_seeing(directory, kind)
     reader = ImageReader(directory)
-    scheduler = make_scheduler(directory, sees_images=True, prefill_tokens=prefill_tokens)
+    scheduler = make_scheduler(
+        directory,
+        sees_images=True,
+        prefill_tokens=prefill_tokens,
+        deterministic=deterministic,
+    )
     made = [
         sequence_of(
             scheduler,

@@ -73,8 +73,8 @@ def test_flags_of_images_without_images_have_no_effect(flag: str) -> None:
 
 
 def test_models_that_see_nothing_are_refused_before_the_launch(tmp_path: Path) -> None:
-    save_tiny("gemma3", tmp_path)
-    with pytest.raises(UserError, match="images cannot be trained with models of the family gemma"):
+    save_tiny("mistral3", tmp_path)
+    with pytest.raises(UserError, match="images cannot be trained with models of the family mistr"):
         check_architecture(make_config(hf_checkpoint=str(tmp_path), **IMAGES))
 
 

@@ -203,7 +203,7 @@ def test_a_text_run_does_not_build_the_tower(tmp_path: Path) -> None:
 
 
 def test_models_without_a_tower_are_refused(tmp_path: Path) -> None:
-    save_tiny("gemma3", tmp_path / "hf")
+    save_tiny("mistral3", tmp_path / "hf")
     with pytest.raises(UserError, match="images cannot be trained with models of the family"):
         trainer(hf_checkpoint=str(tmp_path / "hf"), **IMAGES)
 
