@@ -24,7 +24,6 @@ _TOKENS = {
     "image_token_index": 262144,
     "boi_token_index": 255999,
     "eoi_token_index": 256000,
-    "mm_tokens_per_image": 256,
 }
 
 GEMMA3_VISION = VisionKind(
@@ -79,6 +78,12 @@ class SiglipSpec(VisionSpec):
         return int(self.config["image_size"]) // self.patch_size
 
 
+def image_tokens(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the tokens before, in and after an image from a parsed config.json of Gemma 3."""
+    image, start, end = (int(config.get(name) or own) for name, own in _TOKENS.items())
+    return start, image, end
+
+
 def read_siglip(config: Mapping[str, Any], kind: VisionKind, hidden_size: int) -> VisionSpec:
     """Read the tower of a parsed config.json of Gemma 3, and the tokens around images.
 
@@ -111,7 +116,8 @@ def read_siglip(config: Mapping[str, Any], kind: VisionKind, hidden_size: int) -
             "models have false",
             fix=fix,
         )
-    image, start, end, count = (int(config.get(name) or own) for name, own in _TOKENS.items())
+    start, image, end = image_tokens(config)
+    count = int(config.get("mm_tokens_per_image") or 256)
     side = math.isqrt(count)
     patches, rest = divmod(int(tower["image_size"]), int(tower["patch_size"]))
     if side * side != count or rest or patches % side:

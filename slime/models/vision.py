@@ -52,7 +52,8 @@ class VisionKind:
         kept: activations that a block keeps per patch for its backward pass, in multiples of its
             hidden size and of its MLP's inner size. Measured.
         bidirectional: the tokens of an image attend to all tokens of the same image.
-        around: text before and after each image in a prompt.
+        around: text that the model's own processor writes before and after each image of a rendered
+            prompt.
     """
 
     module: str
@@ -101,7 +102,7 @@ class VisionSpec:
         return rows // self.merge_size, columns // self.merge_size
 
     def placeholder(self, tokenizer: Any) -> str:
-        """Return the text that stands for an image in a prompt."""
+        """Return the text that stands for an image in a message."""
         ids = [self.start_token, self.image_token, self.end_token]
         return "".join(tokenizer.convert_ids_to_tokens(ids))
 

@@ -59,6 +59,13 @@ def _where(case: Discrepancy) -> tuple[str, ...]:
 
 def _positions(case: Discrepancy, details: tuple[str, ...]) -> Iterator[Tried]:
     vision = case.model().arch.spec.vision
+    if vision is not None and vision.kind.bidirectional:
+        yield case.with_setting(
+            "tokens of an image attend only to earlier ones",
+            sight=Sight(is_causal=True),
+            details=details,
+            remedies=("the attention of the engine or the trainer is causal within images",),
+        )
     if vision is None or not vision.kind.has_axes:
         return
     remedies = (
