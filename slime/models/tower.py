@@ -56,11 +56,11 @@ class SiglipTower(nn.Module):
     def __init__(self, vision: SiglipSpec, dtype: torch.dtype) -> None:
         import transformers
         from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
-        from transformers.models.siglip.modeling_siglip import SiglipVisionModel
+        from transformers.models.siglip.configuration_siglip import SiglipVisionConfig
 
         super().__init__()
         settings = {key: value for key, value in vision.config.items() if key != "model_type"}
-        config = SiglipVisionModel.config_class(**{**settings, "attention_dropout": 0.0})
+        config = SiglipVisionConfig(**{**settings, "attention_dropout": 0.0})
         make: Any = transformers.AutoModel.from_config
         self.vision_tower = make(config, dtype=dtype, attn_implementation="sdpa")
         embeddings = self.vision_tower.embeddings

@@ -226,7 +226,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     return found
 
 
-def save_seeing_with_tokenizer(directory: Path, **text: Any) -> Path:
+def save_seeing_with_tokenizer(directory: Path, kind: str = "qwen3_vl", **text: Any) -> Path:
     """A random model that sees images and whose tokens are bytes; a turn ends with
     ``<|im_end|>``."""
     tokenizer = byte_tokenizer()
@@ -234,6 +234,6 @@ def save_seeing_with_tokenizer(directory: Path, **text: Any) -> Path:
         {"additional_special_tokens": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]}
     )
     ids = tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"])
-    save_seeing(directory, tokens=ids, vocab_size=272, eos_token_id=257, **text)
+    save_seeing(directory, kind, tokens=ids, vocab_size=272, eos_token_id=257, **text)
     tokenizer.save_pretrained(directory)
     return directory

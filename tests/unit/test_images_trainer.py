@@ -14,7 +14,7 @@ from torch import Tensor
 from slime.errors import UserError
 from slime.models.images import ImageReader
 from slime.weights.source import ModelSource
-from tests.support.images import CLOSE, IMAGES, SEEING, save_seeing
+from tests.support.images import CLOSE, IMAGES, SEEING, SIGLIP, save_seeing
 from tests.support.parity import worst
 from tests.support.seeing_samples import batch_of, own_log_probs, their_log_probs
 from tests.support.tiny_models import save_tiny
@@ -206,6 +206,23 @@ def test_models_without_a_tower_are_refused(tmp_path: Path) -> None:
     save_tiny("mistral3", tmp_path / "hf")
     with pytest.raises(UserError, match="images cannot be trained with models of the family"):
         trainer(hf_checkpoint=str(tmp_path / "hf"), **IMAGES)
+
+
+def test_names_that_transformers_writes_are_read(tmp_path: Path) -> None:
+    """An export of Gemma 3 has those of published files."""
+    save_seeing(tmp_path / "hf", "gemma3")
+    file = tmp_path / "hf" / "model.safetensors"
+    published = load_file(file)
+    shorter = {name.replace(SIGLIP, "vision_tower."): one for name, one in published.items()}
+    save_file(shorter, file, metadata={"format": "pt"})
+    backend = trainer(hf_checkpoint=str(tmp_path / "hf"), save_hf=str(tmp_path / "back"), **IMAGES)
+    try:
+        backend.save(0)
+    finally:
+        backend.close()
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == published.keys() != shorter.keys()
+    assert all(torch.equal(one, published[name]) for name, one in back.items())
 
 
 @pytest.mark.parametrize("kind", SEEING)

@@ -308,8 +308,8 @@ class Reference:
         try:
             with _Rounding(setting, self.arch.spec.num_experts):
                 both_ways: tuple[tuple[int, int], ...] = ()
-                is_causal = setting.sight.is_causal or vision is None
-                if images is not None and not is_causal and vision.kind.bidirectional:
+                is_bidirectional = vision is not None and vision.kind.bidirectional
+                if images is not None and is_bidirectional and not setting.sight.is_causal:
                     both_ways = images.blocks(0, count)
                 attend = _Attention(setting, self.arch.spec, self._states(count), both_ways)
                 seen = None
