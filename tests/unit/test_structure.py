@@ -28,26 +28,26 @@ BUDGETS = {
     "algorithms": 1_390,  # four estimators, sampling masks, divergences
     "checkpoints": 4_870,  # MXFP4, reward models, names of PEFT
     "cli": 2_760,  # plan, launch, compare, images in a chat, refusals of flags without effect
-    "cluster": 4_845,  # host memory of nodes, profiles, errors of engines, GPUs of ranks
+    "cluster": 4_860,  # host memory of nodes, profiles, errors of engines, GPUs of ranks
     "compat": 1_375,
     "config": 5_760,  # estimators, importance levels, rejection, preferences, images, kept weights
-    "diagnosis": 4_570,
-    "embedded": 5_870,  # sinks, stacks of experts, queries that grow, profiles
-    "engines": 4_305,  # log-probs behind the filters, channels of gpt-oss
+    "diagnosis": 4_590,  # attention within images
+    "embedded": 5_915,  # images that see both ways, sinks, stacks of experts, queries that grow, profiles
+    "engines": 4_320,  # log-probs behind the filters, channels of gpt-oss
     "environments": 420,
     "forecast": 850,
     ".": 1_500,
-    "memory": 1_920,  # host memory part by part, towers
-    "models": 5_675,  # gpt-oss, stacks of experts, models around text models
+    "memory": 1_925,  # host memory part by part, towers
+    "models": 5_900,  # SigLIP, gpt-oss, stacks of experts, models around text models
     "observe": 3_410,  # profiles, three trackers, ranges of recipes
     "page": 1_640,
     "processes": 1_055,  # the preloaded process
-    "prompts": 4_260,  # rows of preferences, forms of messages
+    "prompts": 4_290,  # empty lines around images, rows of preferences, forms of messages
     "rollout": 9_060,  # preferences, reward models, values of evaluation sets
     "run": 2_260,  # lengths that longrope is computed for, profiles, data sets from Python
     "samples": 2_250,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 930,
-    "trainer": 9_245,
+    "trainer": 9_275,  # attention within images
     "user_code": 970,
     "weights": 3_040,  # adapters' host memory, canaries asked again
 }
