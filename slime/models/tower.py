@@ -62,7 +62,9 @@ class SiglipTower(nn.Module):
         settings = {key: value for key, value in vision.config.items() if key != "model_type"}
         config = SiglipVisionConfig(**{**settings, "attention_dropout": 0.0})
         make: Any = transformers.AutoModel.from_config
-        self.vision_tower = make(config, dtype=dtype, attn_implementation="sdpa")
+        tower = make(config, dtype=dtype, attn_implementation="sdpa")
+        # older versions of transformers have a module around it
+        self.vision_tower = getattr(tower, "vision_model", tower)
         embeddings = self.vision_tower.embeddings
         embeddings.patch_embedding.forward = functools.partial(
             _embed_image, embeddings.patch_embedding

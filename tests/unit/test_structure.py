@@ -32,7 +32,7 @@ BUDGETS = {
     "compat": 1_375,
     "config": 5_760,  # estimators, importance levels, rejection, preferences, images, kept weights
     "diagnosis": 4_590,  # attention within images
-    "embedded": 5_915,  # images that see both ways, sinks, stacks of experts, queries that grow, profiles
+    "embedded": 5_915,  # attention within images, sinks, stacks of experts, queries that grow
     "engines": 4_320,  # log-probs behind the filters, channels of gpt-oss
     "environments": 420,
     "forecast": 850,

@@ -625,8 +625,9 @@ def _blocks_by_length(lengths: Sequence[int]) -> list[list[int]]:
 def _block(
     branches: Sequence[Sequence[int]], length: int, images: Tensor | None = None
 ) -> AttentionBlock:
-    """Args:
-    images: int64 [sequences, length], as in `padded_layout`.
+    """
+    Args:
+        images: int64 [sequences, length], as in `padded_layout`.
     """
     causal = torch.ones(length, length, dtype=torch.bool).tril_()
     # a single response continues its prompt and needs no mask beyond the causal one
