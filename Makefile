@@ -41,7 +41,7 @@ test-parts test-runs: test-%: $(STAMP)
 	$(BIN)/python -m pytest -m "not full and not gpu" $(FOLDERS.$*) $(ARGS) || { status=$$?; test -n "$(ARGS)" -a $$status = 5; }
 
 # The launches are done in half of the time of the parts, so they take the last of these.
-LAST_PARTS := $(wildcard tests/unit/test_[s-z]*.py)
+LAST_PARTS := $(wildcard tests/unit/test_[r-z]*.py)
 FOLDERS.parts := $(filter-out $(LAST_PARTS),$(wildcard tests/unit/test_*.py))
 FOLDERS.runs := tests/contracts tests/loop tests/first_hour $(LAST_PARTS)
 

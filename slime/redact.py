@@ -132,9 +132,8 @@ def _grade(name: str) -> int:
 #: Paths of key and credential files are shown.
 _PATH = re.compile(r"(?:~|\.{0,2})/[\w./-]+\.\w{2,5}")
 #: Values in the place of a secret that are not secret.
-_NO_VALUES = frozenset(
-    ("", "none", "null", "empty", "true", "false", "auto", "basic", "bearer", "token", "yes", "no")
-)
+_NO_VALUES = {"", "…", "none", "null", "empty", "true", "false", "yes", "no"}
+_NO_VALUES |= {"auto", "basic", "bearer", "token"}
 
 
 def _hides(grade: int, value: Any) -> bool:

@@ -40,13 +40,24 @@ from slime.config.estimators import FACTS, EstimatorFacts
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatorWords:
-    """Text about an estimator for docs/algorithms.md: the normalised reward of a sample, the
-    advantage and the loss of a token, and when to choose the estimator."""
+    """Text about an estimator for docs/algorithms.md, which defines the symbols.
 
+    Attributes:
+        goal: one row of the chooser.
+        reward: formula of r_i, the normalised reward of sample i.
+        advantage: formula of A_t, the advantage of a token.
+        loss: formula of ℓ_t, the loss of a token.
+        choose: when to use it, in sentences.
+    """
+
+    goal: str
     reward: str
     advantage: str
     loss: str
     choose: str
+
+
+_CLIPPED = "−min(ρ_t A_t, clip(ρ_t) A_t)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +95,14 @@ ESTIMATORS: dict[str, Estimator] = {
             advantages=grpo,
             loss=ppo_clip_loss,
             words=EstimatorWords(
-                reward="minus the group's mean, over its deviation",
-                advantage="the sample's reward",
-                loss="clipped ratio",
-                choose="the default; verifiable rewards, no critic",
+                goal="verifiable rewards, no critic: the default",
+                reward="(R_i − μ) / (σ + 1e-6)",
+                advantage="r_i",
+                loss=_CLIPPED,
+                choose=(
+                    "Start with it unless you have a reason not to. It needs several samples "
+                    "per prompt; a group whose rewards are all equal contributes no gradient."
+                ),
             ),
         ),
         Estimator(
@@ -98,10 +113,15 @@ ESTIMATORS: dict[str, Estimator] = {
             advantages=grpo,
             loss=ppo_clip_loss,
             words=EstimatorWords(
-                reward="minus the group's mean",
-                advantage="the sample's reward",
-                loss="clipped ratio",
-                choose="answers that grow without getting better: no division by their length",
+                goal="responses grow longer without getting better",
+                reward="R_i − μ",
+                advantage="r_i",
+                loss=_CLIPPED,
+                choose=(
+                    "GRPO divides by the length of a response, so long wrong responses are "
+                    "penalised less per token. Dr. GRPO divides by a constant, and does not "
+                    "divide rewards by σ."
+                ),
             ),
         ),
         Estimator(
@@ -112,10 +132,18 @@ ESTIMATORS: dict[str, Estimator] = {
             advantages=grpo,
             loss=gspo_loss,
             words=EstimatorWords(
-                reward="as GRPO",
-                advantage="the sample's reward",
-                loss="clipped ratio of the whole sequence",
-                choose="models with experts, whose ratios of single tokens are noisy",
+                goal="mixture-of-experts models, noisy token ratios",
+                reward="(R_i − μ) / (σ + 1e-6)",
+                advantage="r_i",
+                loss=(
+                    "−min(ρ A_t, clip(ρ) A_t), ρ = exp(mean over trained tokens of log π − "
+                    "log π_old)"
+                ),
+                choose=(
+                    "All tokens of a response share one ratio. It is much closer to 1 than "
+                    "that of a token, so clip ranges are much smaller: the paper "
+                    "clips to 1 − 3e-4 and 1 + 4e-4."
+                ),
             ),
         ),
         Estimator(
@@ -126,10 +154,15 @@ ESTIMATORS: dict[str, Estimator] = {
             advantages=grpo,
             loss=cispo_loss,
             words=EstimatorWords(
-                reward="as GRPO",
-                advantage="the sample's reward",
-                loss="clipped, constant weight times log-prob",
-                choose="rare tokens that turn an answer around, which a clip would leave out",
+                goal="keep the gradient of rare, decisive tokens",
+                reward="(R_i − μ) / (σ + 1e-6)",
+                advantage="r_i",
+                loss="−stop_gradient(clip(ρ_t)) A_t log π_t",
+                choose=(
+                    "PPO's clip removes the gradient of clipped tokens. Here only the weight "
+                    "is clipped, so every token keeps a gradient. `--eps-clip 1` or more "
+                    "leaves the lower side open, as in the paper."
+                ),
             ),
         ),
         Estimator(
@@ -140,10 +173,14 @@ ESTIMATORS: dict[str, Estimator] = {
             advantages=grpo,
             loss=sapo_loss,
             words=EstimatorWords(
-                reward="as GRPO",
-                advantage="the sample's reward",
-                loss="soft gate of the ratio",
-                choose="several optimizer steps per rollout: tokens fade out, none is cut off",
+                goal="several optimizer steps per rollout",
+                reward="(R_i − μ) / (σ + 1e-6)",
+                advantage="r_i",
+                loss="−(4 / τ) sigmoid(τ (ρ_t − 1)) A_t, τ = τ_pos if A_t > 0, else τ_neg",
+                choose=(
+                    "The gradient of a token decays smoothly as its ratio leaves 1, instead "
+                    "of stopping at a clip."
+                ),
             ),
         ),
         Estimator(
@@ -154,10 +191,14 @@ ESTIMATORS: dict[str, Estimator] = {
             advantages=grpo,
             loss=ppo_clip_loss,
             words=EstimatorWords(
-                reward="minus the mean of the others",
-                advantage="the sample's reward",
-                loss="clipped ratio",
-                choose="few samples per prompt: its baseline does not contain the sample itself",
+                goal="few samples per prompt",
+                reward="R_i − mean of the other rewards of the group",
+                advantage="r_i",
+                loss=_CLIPPED,
+                choose=(
+                    "The baseline of a sample does not contain the sample itself, so it is "
+                    "unbiased at any group size."
+                ),
             ),
         ),
         Estimator(
@@ -168,10 +209,15 @@ ESTIMATORS: dict[str, Estimator] = {
             advantages=grpo,
             loss=ppo_clip_loss,
             words=EstimatorWords(
-                reward="minus the group's mean, over the mean",
-                advantage="the sample's reward",
-                loss="clipped ratio",
-                choose="hard prompts, rewards of 0 and 1: a success counts by one over its rate",
+                goal="hard prompts with rewards of 0 and 1",
+                reward="(R_i − μ) / (μ + 1e-6)",
+                advantage="r_i",
+                loss=_CLIPPED,
+                choose=(
+                    "Successes on prompts that are rarely solved count more: a success has "
+                    "weight 1 / success rate. A reward below 0 is an error, because rewards "
+                    "are divided by their mean."
+                ),
             ),
         ),
         Estimator(
@@ -182,10 +228,17 @@ ESTIMATORS: dict[str, Estimator] = {
             advantages=reinforce_plus_plus,
             loss=ppo_clip_loss,
             words=EstimatorWords(
-                reward="as it is",
-                advantage="discounted return, KL inside, whitened",
-                loss="clipped ratio",
-                choose="one sample per prompt, no critic",
+                goal="one sample per prompt, no critic",
+                reward="R_i",
+                advantage=(
+                    "Σ over trained tokens s ≥ t of γ^(s−t) (−kl_coef · kl_s + r_i if s is "
+                    "the last), whitened"
+                ),
+                loss=_CLIPPED,
+                choose=(
+                    "It compares no samples of one prompt, so one sample per prompt is "
+                    "enough. Reward functions may give each token or turn its own reward."
+                ),
             ),
         ),
         Estimator(
@@ -196,10 +249,11 @@ ESTIMATORS: dict[str, Estimator] = {
             advantages=reinforce_plus_plus_baseline,
             loss=ppo_clip_loss,
             words=EstimatorWords(
-                reward="minus the group's mean",
-                advantage="the sample's reward minus KL, whitened",
-                loss="clipped ratio",
-                choose="groups, with the KL in the reward",
+                goal="groups, with the KL penalty in the reward",
+                reward="R_i − μ",
+                advantage="r_i − kl_coef · kl_t, whitened",
+                loss=_CLIPPED,
+                choose="The variant of REINFORCE++ for several samples per prompt.",
             ),
         ),
         Estimator(
@@ -210,10 +264,14 @@ ESTIMATORS: dict[str, Estimator] = {
             advantages=ppo,
             loss=ppo_clip_loss,
             words=EstimatorWords(
-                reward="as it is",
-                advantage="generalised advantage estimation by a critic, KL inside",
-                loss="clipped ratio",
-                choose="rewards inside of long trajectories; a second model to train",
+                goal="rewards inside long trajectories; you can afford a second model",
+                reward="R_i",
+                advantage="generalised advantage estimation with a critic",
+                loss=_CLIPPED,
+                choose=(
+                    "A critic estimates the value of each token. [PPO and its "
+                    "critic](#ppo-and-its-critic) has equations and flags."
+                ),
             ),
         ),
     )

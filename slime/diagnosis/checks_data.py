@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 from traceback import walk_tb
-from typing import Any
+from typing import Any, TextIO, cast
 
 from slime import deadlines
 from slime.config.config import Config
@@ -25,6 +25,7 @@ from slime.prompts.problems import RowProblem
 from slime.prompts.readers import iter_rows
 from slime.prompts.row_format import RowFormat, read_prompt
 from slime.prompts.tokenizer import with_opening
+from slime.redact import Redacting
 from slime.rollout.rewards.pool import RewardPool
 from slime.run import preflight
 from slime.samples.types import Sample, SampleStatus
@@ -107,11 +108,12 @@ def reward(case: CheckedRun, findings: CheckFindings) -> None:
         raise LeftOut("fewer than two different labels in the first rows (--label-key)")
     try:
         # in a run, this output goes to logs/rollout.log
-        printed = io.StringIO() if case.is_launch else sys.stdout
+        out, err = (io.StringIO() if case.is_launch else one for one in (sys.stdout, sys.stderr))
         # drop warnings about missing rewards, which are reported below
         with (
             CheckFindings(findings.trouble).report_warnings(),
-            contextlib.redirect_stdout(printed),
+            contextlib.redirect_stdout(cast(TextIO, Redacting(out))),
+            contextlib.redirect_stderr(cast(TextIO, Redacting(err))),
         ):
             scores, failure = _scores(config, rows, case.tokenizer, trial_only=case.is_launch)
     except UserError as error:

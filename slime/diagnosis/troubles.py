@@ -1,6 +1,6 @@
 """The troubles that slime knows, from data/troubles.toml, and findings of them in a run.
 
-docs/troubles.md is generated from the same file.
+docs/known-problems.md is generated from the same file.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _trouble(
     )
 
 
-#: Section → troubles, in the order of docs/troubles.md; and the tables of signatures.
+#: Section → troubles, in the order of docs/known-problems.md; and the tables of signatures.
 SECTIONS, SIGNATURE_TABLES = read_tables(
     importlib.resources.files("slime.diagnosis")
     .joinpath("data", "troubles.toml")

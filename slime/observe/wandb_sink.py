@@ -59,7 +59,9 @@ class WandbSink:
         # the run folder has the logs; W&B need not capture stdout
         options = wandb.Settings(console="off")
         if observe.wandb_host:
-            options.base_url = observe.wandb_host  # needed if the key comes from WANDB_API_KEY
+            options.base_url = observe.wandb_host
+        if observe.wandb_key:
+            options.api_key = observe.wandb_key  # wandb.login would write it to ~/.netrc
         group = observe.wandb_group
         if group and not observe.disable_wandb_random_suffix:
             group = f"{group}-{kept(run, 'wandb-suffix', secrets.token_hex(3))}"
@@ -67,8 +69,6 @@ class WandbSink:
         argv = sys.argv
         sys.argv = redact_argv(argv)  # W&B stores it in its metadata
         try:
-            if observe.wandb_key:
-                wandb.login(key=observe.wandb_key, host=observe.wandb_host)
             self._run: Any = wandb.init(
                 project=observe.wandb_project or "slime",
                 entity=observe.wandb_team,

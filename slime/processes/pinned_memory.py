@@ -46,8 +46,20 @@ def host_buffer(nbytes: int, *, pin: bool) -> Tensor:
     # lives as long as the storage, of which there may be views
     owner = (ctypes.c_char * nbytes).from_buffer(pages)
     buffer = torch.frombuffer(owner, dtype=torch.uint8)
+    lock_pages(buffer, owner)
+    return buffer
+
+
+def lock_pages(buffer: Tensor, owner: object) -> None:
+    """Page-lock the memory of a uint8 tensor until ``owner`` is freed, which must be before the
+    memory is.
+
+    Raises:
+        MemoryError: the process may not lock so much.
+    """
     runtime = torch.cuda.cudart()
     address = buffer.data_ptr()
+    nbytes = buffer.numel()
     status = int(runtime.cudaHostRegister(address, nbytes, 0))
     if status:
         raise MemoryError(
@@ -56,7 +68,6 @@ def host_buffer(nbytes: int, *, pin: bool) -> Tensor:
         )
     finalizer = weakref.finalize(owner, runtime.cudaHostUnregister, address)
     finalizer.atexit = False  # the driver does it at exit
-    return buffer
 
 
 class BuffersAhead:

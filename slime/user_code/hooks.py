@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class RolloutFnTrainOutput:
-    """What one training rollout delivers; ``metrics`` are logged under their own names."""
+    """The result of a training rollout; ``metrics`` are logged under their own names."""
 
     samples: list[Group]
     metrics: dict[str, Any] | None = None
@@ -40,7 +40,7 @@ class RolloutFnTrainOutput:
 
 @dataclass
 class RolloutFnEvalOutput:
-    """What one evaluation delivers: per data set ``{"rewards": [...], "truncated": [...],
+    """The result of an evaluation: per data set ``{"rewards": [...], "truncated": [...],
     "samples": [...]}``."""
 
     data: dict[str, dict[str, list[Any]]]
@@ -49,11 +49,11 @@ class RolloutFnEvalOutput:
 
 @dataclass
 class DynamicFilterOutput:
-    """Verdict on one group.
+    """The decision on one group.
 
     Attributes:
-        keep: train on it.
-        reason: counted as ``rollout/dynamic_filter/drop_<reason>`` when dropped.
+        keep: whether it is trained on.
+        reason: dropped groups are counted as ``rollout/dynamic_filter/drop_<reason>``.
         keep_when_insufficient: keep the group anyway if dropping it would leave too few groups in
             progress.
     """
@@ -67,20 +67,58 @@ class DynamicFilterOutput:
 
 
 class DataSource(abc.ABC):
-    """The source of prompts: ``--data-source-path`` names a subclass, which is built as
-    ``cls(args)``.
+    """``--data-source-path``: the source of prompts, a subclass that is built as ``cls(args)``.
 
-    A group is the list of ``args.n_samples_per_prompt`` samples of one prompt draw, with
-    ``group_index`` and ``index`` set.
+    A group is the list of ``args.n_samples_per_prompt`` samples of one prompt draw. All of them
+    have the same ``group_index``; ``index`` is a counter over all samples. The
+    methods are sync.
 
-    A source that can resume implements ``save`` and ``load``, which write their own files (by
-    convention ``<args.save>/rollout/global_dataset_state_dict_<rollout_id>.pt``, read from
-    ``args.load``), or ``state_dict`` and ``load_state_dict``, whose state is saved in the
-    checkpoint; the defaults do nothing. Groups are drawn ahead of training: with over-sampling, and
-    up to ``args.async_buffer_size`` rollouts in train_async.py. So save the groups that
-    ``mark_consumed`` and ``mark_discarded`` have named, not those that ``get_samples`` has
-    returned: all others must be drawn again after a resume. If --max-restarts restarts the trainer,
-    a new object replaces the source, built with ``args.load`` as in a resume.
+    A source that can resume implements one of two pairs of methods. ``state_dict`` and
+    ``load_state_dict`` keep the state in the checkpoint. ``save`` and ``load`` write their own
+    files, by convention
+    ``<args.save>/rollout/global_dataset_state_dict_<rollout_id>.pt``, read from ``args.load``. The
+    defaults do nothing.
+
+    Groups are drawn ahead of training: with over-sampling, and up to ``args.async_buffer_size``
+    rollouts ahead in train_async.py. So save which groups ``mark_consumed`` and ``mark_discarded``
+    have named, not which ones ``get_samples`` has returned: a resumed run must draw all others
+    again. If --max-restarts restarts the trainer, a new object replaces the source. It is built
+    with ``args.load`` as in a resume.
+
+    Example:
+        >>> class Sums(DataSource):
+        ...     def __init__(self, args):
+        ...         self.size = args.n_samples_per_prompt
+        ...         self.drawn = 0
+        ...         self.put_back = []
+        ...
+        ...     def get_samples(self, num_samples):
+        ...         groups = self.put_back[:num_samples]
+        ...         del self.put_back[:num_samples]
+        ...         while len(groups) < num_samples:
+        ...             group, a, b = self.drawn, self.drawn % 10, self.drawn // 10
+        ...             self.drawn += 1
+        ...             groups.append(
+        ...                 [
+        ...                     Sample(
+        ...                         group_index=group,
+        ...                         index=group * self.size + i,
+        ...                         prompt=f"{a} + {b} =",
+        ...                         label=str(a + b),
+        ...                     )
+        ...                     for i in range(self.size)
+        ...                 ]
+        ...             )
+        ...         return groups
+        ...
+        ...     def add_samples(self, samples):
+        ...         self.put_back += samples
+        ...
+        ...     def state_dict(self):
+        ...         return {"drawn": self.drawn}
+        ...
+        ...     def load_state_dict(self, state):
+        ...         self.drawn = state["drawn"]
     """
 
     @abc.abstractmethod
@@ -123,47 +161,74 @@ class DataSource(abc.ABC):
 
 
 class RolloutFunction(Protocol):
-    """``--rollout-function-path``, ``--eval-function-path``: replaces the whole rollout (or
-    evaluation).
+    """``--rollout-function-path``, ``--eval-function-path``: replaces the whole rollout, or the
+    whole evaluation.
 
-    Training: a `RolloutFnTrainOutput`, or bare samples as ``list[group][Sample]`` (with fan-out
-    ``list[group][trajectory][Sample]``, siblings with one ``rollout_id``),
-    ``args.rollout_batch_size`` groups. Evaluation (only where there is evaluation data): a
-    `RolloutFnEvalOutput`, or its ``data``. Samples need tokens and a reward.
-    `slime.rollout.loop.generate_rollout` is the built-in one; sync functions run in a thread.
+    For training it returns ``args.rollout_batch_size`` groups, as a `RolloutFnTrainOutput` or as
+    bare samples, ``list[group][Sample]``. With fan-out these are
+    ``list[group][trajectory][Sample]``, where the samples of one trajectory share one
+    ``rollout_id``. Each sample needs tokens and a reward.
+
+    For evaluation (only if there is evaluation data) it returns a `RolloutFnEvalOutput`, or its
+    ``data``. `slime.rollout.loop.generate_rollout` is the built-in rollout function.
+
+    Example:
+        >>> def rollout(args, rollout_id, data_source, *, evaluation):
+        ...     if evaluation:
+        ...         rewards = [0.5, 1.0]
+        ...         return RolloutFnEvalOutput({"mine": {"rewards": rewards}})
+        ...     groups = data_source.get_samples(args.rollout_batch_size)
+        ...     for group in groups:
+        ...         for sample in group:
+        ...             fill(sample)  # your code: sets tokens, response_length, reward, status
+        ...     return RolloutFnTrainOutput(groups, {"rollout/mine": 1.0})
     """
 
     def __call__(
         self, args: Any, rollout_id: int, data_source: DataSource, /, *, evaluation: bool
-    ) -> Any: ...
+    ) -> RolloutFnTrainOutput | RolloutFnEvalOutput | list[Any] | dict[str, Any]: ...
 
 
 class GenerateFunction(Protocol):
-    """``--custom-generate-function-path``: one sample in, the same sample (or its fan-out, a list)
-    back. Async.
+    """``--custom-generate-function-path``: generates the response of one sample.
 
-    ``sampling_params`` is the sample's own copy, as SGLang spells them. The sample comes back with
-    ``tokens`` [prompt + response], ``response_length``, and, one entry per response token,
-    ``rollout_log_probs`` and ``loss_mask`` (`Sample.append_response_tokens` keeps them together),
-    or with ``response`` alone, which is then tokenised: without log-probs, and where the text holds
-    no end token, without the end (a warning). PENDING counts as COMPLETED.
+    It must be async. It returns the sample that it was given, or a list of samples (fan-out), all
+    of which are trained on. ``sampling_params`` is a dict of this sample alone, with SGLang's
+    names.
 
-    Checked on return: types of all fields, lengths, ids inside the vocabulary, at least one prompt
-    token before the response, masks of 0 and 1, log-probs that are finite and not above 0, rewards.
-    Arrays, tensors and tuples become lists. ``index`` and ``group_index`` are reset to those of the
-    prompt if they differ (a warning); the samples that one call returns get one ``rollout_id``.
+    A returned sample has either
+
+    - ``tokens`` (prompt + response) and ``response_length``, and per response token an entry of
+      ``rollout_log_probs`` and of ``loss_mask``; `Sample.append_response_tokens` keeps them
+      consistent; or
+    - ``response`` alone, which is then tokenised. There are no log-probs then, and no end token
+      unless the text contains it (a warning says so).
+
+    A status of PENDING counts as COMPLETED. The returned sample is checked: types of all fields,
+    lengths, token ids inside the vocabulary, at least one prompt token before the response, masks
+    of 0 and 1, log-probs that are finite and not above 0, rewards. Arrays, tensors and tuples
+    become lists. ``index`` and ``group_index`` are reset to those of the prompt if they differ (a
+    warning says so). All samples that one call returns get one ``rollout_id``.
 
     At the end of a rollout all requests are aborted and return with the finish reason "abort".
-    Return the sample with ``Sample.Status.ABORTED`` (`slime.rollout.generate.generate` sets it), so
-    that it is continued later. If the function raises because of the abort, the sample is put back
-    unchanged. Weight updates in flight and concurrent rollouts also interrupt answers: `generate`
-    and `post` continue them, and ``token_weight_versions`` of the answer gives the weight versions;
-    a sample that is returned ABORTED is retried at most 8 times. If the engine refuses a request
-    that exceeds its context, the sample is TRUNCATED and keeps its tokens; other exceptions fail
-    the sample, and too many of them fail the run. For agents that call an API see docs/agents.md.
+    Return such a sample with ``Sample.Status.ABORTED``, as `slime.rollout.generate.generate` does,
+    so that a later rollout continues it. If the function raises because of the abort, the sample is
+    put back unchanged. A sample that is returned ABORTED is retried at most 8 times.
+
+    Weight updates in flight and concurrent rollouts interrupt requests, too. `generate` and `post`
+    continue these; ``token_weight_versions`` of the answer has the weight versions. If the engine
+    refuses a request because it exceeds the context, the sample is TRUNCATED and keeps its tokens.
+    For agents that call an API see docs/agents.md.
+
+    Example (built-in generation with another stop string; `slime.rollout.generate.generate`):
+        >>> async def generate_line(args, sample, sampling_params):
+        ...     sampling_params["stop"] = ["\\n"]
+        ...     sample = await generate(args, sample, sampling_params)
+        ...     sample.metadata["is_empty"] = not sample.response.strip()
+        ...     return sample
     """
 
-    def __call__(
+    async def __call__(
         self,
         args: Any,
         sample: Sample,
@@ -171,16 +236,22 @@ class GenerateFunction(Protocol):
         /,
         *,
         evaluation: bool = False,
-    ) -> Any: ...
+    ) -> Sample | list[Sample]: ...
 
 
 class SampleHook(Protocol):
-    """``--rollout-sample-hook-path``: after generate, before the reward; None keeps the given
-    sample.
+    """``--rollout-sample-hook-path``: changes or replaces a sample after it was generated and
+    before its reward is computed.
 
-    The flag may be repeated. Called for every finished sample of the built-in rollout and
-    evaluation, in the order of the flags. The sample is checked like the result of a generate
-    function; index, group_index and rollout_id keep the values of the given sample.
+    It is called for every finished sample of the built-in rollout and evaluation. The flag may be
+    repeated; the hooks are called in the order of the flags. None keeps the given sample. A
+    returned sample is checked like that of a generate function; ``index``, ``group_index`` and
+    ``rollout_id`` keep the values of the given sample.
+
+    Example:
+        >>> def count_lines(args, sample, **kwargs):
+        ...     sample.metadata["lines"] = sample.response.count("\\n") + 1
+        ...     sample.remove_sample = sample.metadata["lines"] > 100  # not trained on
     """
 
     def __call__(
@@ -195,42 +266,55 @@ class SampleHook(Protocol):
 
 
 class RewardFunction(Protocol):
-    """``--custom-rm-path``: a number for a sample, or a dict: ``--reward-key`` names the one to
-    train on, the means of its other numbers are metrics (``rollout/reward_part/<key>``); or a list
-    with one number per response token, or per turn (run of tokens with loss mask 1), whose sum is
-    the sample's reward. Estimators that discount give each token its own.
+    """``--custom-rm-path``: computes the reward of a sample.
 
-    With ``--group-rm``, and when one generate call returned several samples, it is called with the
-    list of samples and returns a list of rewards. Sync functions run in threads, several at once. A
-    reward is one finite number between -1e18 and 1e18 of Python, NumPy or torch (bools, decimals
-    and fractions too). It may set ``metadata``, ``train_metadata``, ``remove_sample`` and
-    ``teacher_log_probs`` of its sample, but must not change what was generated.
+    It returns one of:
+
+    - a number: finite, between -1e18 and 1e18, of Python, NumPy or torch (bools, decimals and
+      fractions are numbers);
+    - a dict: ``--reward-key`` names the entry to train on. The means of its other numbers are
+      metrics (``rollout/reward_part/<key>``);
+    - a list with one number per response token, or per turn (a run of tokens with loss mask 1). The
+      sum is the sample's reward. Estimators that discount give each token its own reward.
+
+    With ``--group-rm``, and when one generate call returned several samples, ``sample`` is the list
+    of samples, and the function returns a list of rewards.
 
     Example:
         >>> def reward_func(args, sample, **kwargs):
         ...     return float(sample.response.strip() == sample.label)
     """
 
-    def __call__(self, args: Any, sample: Any, /) -> Any: ...
+    def __call__(
+        self, args: Any, sample: Sample | list[Sample], /
+    ) -> float | dict[str, Any] | list[Any]: ...
 
 
 class DynamicFilter(Protocol):
-    """``--dynamic-sampling-filter-path``: keep this finished group? A bool or a
-    `DynamicFilterOutput`.
+    """``--dynamic-sampling-filter-path``: decides whether a finished group is trained on.
 
-    ``samples`` are all scored samples of the group: ``n_samples_per_prompt``, or more where
-    trajectories fanned out. A filter that removes entries of the list, or changes what was
-    generated, is refused.
+    ``samples`` are all scored samples of the group: ``n_samples_per_prompt``, or more with fan-out.
+    A dropped group is replaced by another prompt. The function must not remove entries of the list.
+
+    Example:
+        >>> def has_signal(args, samples):
+        ...     rewards = {sample.get_reward_value(args) for sample in samples}
+        ...     return DynamicFilterOutput(keep=len(rewards) > 1, reason="equal_rewards")
     """
 
     def __call__(self, args: Any, samples: list[Sample], /) -> DynamicFilterOutput | bool: ...
 
 
 class BufferFilter(Protocol):
-    """``--buffer-filter-path``: chooses the next of the groups that were put back. Sync.
+    """``--buffer-filter-path``: chooses which of the groups that were put back are used next.
 
-    Choose at most ``num_samples`` groups and remove them from ``buffer`` (``list[group][Sample]``,
-    the oldest first). ``rollout_id`` is None: the buffer does not know the rollout.
+    It must be sync. It removes at most ``num_samples`` groups from ``buffer``
+    (``list[group][Sample]``, oldest first) and returns them. ``rollout_id`` is always None: the
+    buffer does not know the rollout.
+
+    Example:
+        >>> def newest_first(args, rollout_id, buffer, num_samples):
+        ...     return [buffer.pop() for _ in range(min(num_samples, len(buffer)))]
     """
 
     def __call__(
@@ -239,21 +323,28 @@ class BufferFilter(Protocol):
 
 
 class RolloutSampleFilter(Protocol):
-    """``--rollout-sample-filter-path``: sets ``remove_sample`` on samples of the kept groups.
+    """``--rollout-sample-filter-path``: excludes samples of the finished batch from training.
 
-    ``groups`` is ``list[group][Sample]``, the batch, at the end of the rollout. A removed sample is
-    trained on with a loss mask of zeros; it still counts in the statistics of its group. A filter
-    that removes groups or samples from the lists is refused: they would still be trained on.
+    It sets ``remove_sample`` on samples of ``groups`` (``list[group][Sample]``), at the end of the
+    rollout. A removed sample is trained on with a loss mask of zeros, and still counts in the
+    statistics of its group. A filter that removes groups or samples from the lists is refused: they
+    would still be trained on.
+
+    Example:
+        >>> def drop_truncated(args, groups):
+        ...     for group in groups:
+        ...         for sample in group:
+        ...             sample.remove_sample = sample.status is Sample.Status.TRUNCATED
     """
 
     def __call__(self, args: Any, groups: list[list[Sample]], /) -> None: ...
 
 
 class AllSamplesProcess(Protocol):
-    """``--rollout-all-samples-process-path``: sees every finished group, including dropped ones.
+    """``--rollout-all-samples-process-path``: receives every finished group at the end of a
+    rollout, including dropped ones.
 
-    ``all_groups`` is ``list[group][Sample]``, at the end of the rollout; ``data_source`` is the
-    rollout's.
+    ``all_groups`` is ``list[group][Sample]``; ``data_source`` is the rollout's.
     """
 
     def __call__(
@@ -262,10 +353,18 @@ class AllSamplesProcess(Protocol):
 
 
 class RolloutLog(Protocol):
-    """``--custom-rollout-log-function-path``: a true result replaces the default logging.
+    """``--custom-rollout-log-function-path``: logs a rollout, in addition to the default metrics or
+    in their place.
 
-    ``samples`` is the whole batch, flat; ``extra_metrics`` what the rollout has counted;
-    ``rollout_time`` is in seconds. Supervised rollouts call it, too.
+    If it returns True, the default metrics are not logged. ``samples`` is the whole batch, flat;
+    ``extra_metrics`` holds the rollout's counters, and entries that the function adds are logged
+    with the default metrics; ``rollout_time`` is in seconds. Supervised rollouts call it, too.
+
+    Example:
+        >>> def log_lengths(rollout_id, args, samples, extra_metrics, rollout_time):
+        ...     longest = max(sample.response_length for sample in samples)
+        ...     extra_metrics["rollout/longest_response"] = longest
+        ...     return False  # log the default metrics, too
     """
 
     def __call__(
@@ -280,9 +379,11 @@ class RolloutLog(Protocol):
 
 
 class EvalLog(Protocol):
-    """``--custom-eval-rollout-log-function-path``: a true result replaces the default logging.
+    """``--custom-eval-rollout-log-function-path``: logs an evaluation, in addition to the default
+    metrics or in their place.
 
-    ``data`` is that of `RolloutFnEvalOutput`: by data set, lists with one entry per sample.
+    If it returns True, the default metrics are not logged. ``data`` is that of
+    `RolloutFnEvalOutput`: per data set, lists with one entry per sample.
     """
 
     def __call__(
@@ -294,28 +395,40 @@ class EvalLog(Protocol):
 
 
 class RewardPostProcess(Protocol):
-    """``--custom-reward-post-process-path``: (raw rewards, rewards), one number per sample. Sync.
+    """``--custom-reward-post-process-path``: replaces the normalisation of rewards within groups.
 
-    ``samples`` are the trained samples of the batch, flat, group after group. The second list
-    replaces the group-normalised rewards, the scalar advantage of each sample; the first is
-    logged. Each is a finite number between -1e18 and 1e18. The function may set
-    ``teacher_log_probs``; the list and what was generated stay as they are.
+    It must be sync. ``samples`` are the trained samples of the batch, flat, group after group. It
+    returns two lists with one number per sample, (raw rewards, rewards). The first is logged. The
+    second is used as the scalar advantage of each sample. Each number is finite and between -1e18
+    and 1e18.
+
+    Example:
+        >>> def centre_over_batch(args, samples):
+        ...     raw = [sample.get_reward_value(args) for sample in samples]
+        ...     mean = sum(raw) / len(raw)
+        ...     return raw, [reward - mean for reward in raw]
     """
 
     def __call__(self, args: Any, samples: list[Sample], /) -> tuple[list[float], list[float]]: ...
 
 
 class ConvertSamples(Protocol):
-    """``--custom-convert-samples-to-train-data-path``: lists, one entry per sample, in place of the
-    conversion. Sync.
+    """``--custom-convert-samples-to-train-data-path``: replaces the conversion of samples to
+    training data.
 
-    Needed: ``tokens`` (list[int], prompt + response), ``response_lengths`` (int), ``rewards``
-    (float, as after post-processing). Optional: ``raw_reward`` (float), ``truncated`` (0 or 1),
-    ``sample_indices``, ``rollout_ids`` (int, one per trajectory), ``loss_masks`` (0 or 1 per
-    response token), ``rollout_log_probs`` and ``teacher_log_probs`` (float per response token),
-    ``metadata`` (dict or None); and, as in `Sample`, ``rollout_routed_experts``,
-    ``rollout_top_p_token_ids``, ``rollout_top_p_token_offsets``, ``token_rewards``,
-    ``teacher_prompt_tokens`` and ``teacher_top_tokens``. Other names are refused.
+    It must be sync. It returns a dict of lists with one entry per sample.
+
+    - Required: ``tokens`` (list[int], prompt + response), ``response_lengths`` (int), ``rewards``
+      (float, as after post-processing).
+    - Optional: ``raw_reward`` (float), ``truncated`` (0 or 1), ``sample_indices`` (int),
+      ``rollout_ids`` (int, one per trajectory), ``loss_masks`` (0 or 1 per response token),
+      ``rollout_log_probs`` and ``teacher_log_probs`` (float per response token), ``metadata`` (dict
+      or None).
+    - Optional, as in `Sample`: ``rollout_routed_experts``, ``rollout_top_p_token_ids``,
+      ``rollout_top_p_token_offsets``, ``token_rewards``, ``teacher_prompt_tokens`` and
+      ``teacher_top_tokens``.
+
+    Other names are refused.
     """
 
     def __call__(self, args: Any, samples: list[Sample], /) -> dict[str, list[Any]]: ...
@@ -325,47 +438,55 @@ class ConvertSamples(Protocol):
 
 
 class RolloutDataPostprocess(Protocol):
-    """``--rollout-data-postprocess-path``: after the advantages, before the first optimizer step.
+    """``--rollout-data-postprocess-path``: changes advantages, masks or log-probs before the first
+    optimizer step of a rollout.
 
-    ``rollout_data`` is a dict with one list entry per sample of this rank; L is a sample's length
-    in tokens, R its response's. To read: ``tokens`` (int64 [L], prompt and response),
-    ``response_lengths``, ``total_lengths``, ``rewards`` (normalised), ``raw_reward``,
-    ``truncated``, ``sample_indices``, ``group_indices``, ``rollout_ids``, ``metadata``,
-    ``teacher_log_probs`` and ``kl`` (float32 [R], or None).
+    ``rollout_data`` is a dict with one list entry per sample of this rank. L is the length of a
+    sample in tokens, R that of its response.
 
-    To read and to assign, float32 [R] on the trainer's device (lists of numbers will do):
-    ``advantages``, ``returns``, ``loss_masks`` (0 or 1), ``log_probs`` (of the policy before the
-    first step), ``ref_log_probs``, ``rollout_log_probs`` (the engine's). Assigned values are
-    trained on; another key, or one that the flags leave unused, is refused by name. The loss is
-    divided by the trained tokens of the original masks. Pipeline stages without the output layer
-    call the function too, with None for log-probs and advantages.
+    - Read only: ``tokens`` (int64 [L], prompt and response), ``response_lengths``,
+      ``total_lengths``, ``rewards`` (normalised), ``raw_reward``, ``truncated``,
+      ``sample_indices``, ``group_indices``, ``rollout_ids``, ``metadata``, ``teacher_log_probs``
+      and ``kl`` (float32 [R], or None).
+    - Read and assign, float32 [R] on the trainer's device (lists of numbers are converted):
+      ``advantages``, ``returns``, ``loss_masks`` (0 or 1), ``log_probs`` (of the policy before the
+      first step), ``ref_log_probs``, ``rollout_log_probs`` (the engine's).
+
+    Assigned values are trained on. Assigning another key, or one that the flags leave unused, is an
+    error. The loss is divided by the number of trained tokens of the original masks. Pipeline
+    stages without the output layer call the function, too; log-probs and advantages are None there.
     """
 
-    def __call__(self, args: Any, rollout_id: int, rollout_data: Any, /) -> None: ...
+    def __call__(self, args: Any, rollout_id: int, rollout_data: dict[str, Any], /) -> None: ...
 
 
 class LossFunction(Protocol):
-    """``--custom-loss-function-path`` with ``--loss-type custom_loss``: (loss, dict of metrics).
+    """``--custom-loss-function-path``: replaces the policy loss; needs ``--loss-type custom_loss``.
 
-    Called for each micro-batch that has samples, on the ranks that hold the output layer. Let T be
-    the micro-batch's response tokens, R those of a sample. ``batch`` is a dict with one list entry
-    per sample: ``sample_indices``, ``response_lengths`` (R), ``total_lengths``, ``loss_masks``
-    (float32 [R]), ``current_log_probs`` (float32 [R], of the response tokens under the weights that
-    are trained, with gradient), and without gradient ``log_probs`` (of the policy before the first
-    step), ``ref_log_probs``, ``rollout_log_probs``, ``advantages``: float32 [R] each, the whole
-    entry None where flags or samples give none.
+    It is called for each micro-batch that has samples, on the ranks that hold the output layer, and
+    returns (loss, dict of metrics). T is the number of response tokens of the micro-batch, R that
+    of a sample, V the vocabulary size, tp the tensor-parallel size.
 
-    ``logits`` are float32 [T, V / tp] with gradient, the samples' rows one after the other: row t
-    is the distribution from which response token t was sampled, divided by
-    ``--rollout-temperature``, over the real vocabulary without padding. Under tensor parallelism a
-    rank has its shard of the vocabulary only; ``current_log_probs`` are those over the whole of it,
-    and their gradients are right on every rank.
+    ``batch`` is a dict with one list entry per sample:
 
-    ``sum_of_sample_mean`` takes [T] and gives the sum over samples of each sample's mean over its
+    - ``sample_indices``, ``response_lengths`` (R), ``total_lengths``, ``loss_masks`` (float32 [R]);
+    - ``current_log_probs``: float32 [R], with gradient, of the response tokens under the weights
+      that are trained;
+    - without gradient, float32 [R] each: ``log_probs`` (of the policy before the first step),
+      ``ref_log_probs``, ``rollout_log_probs``, ``advantages``. An entry is None if flags or samples
+      do not provide it.
+
+    ``logits`` are float32 [T, V / tp] with gradient, sample after sample. Row t is the distribution
+    from which response token t was sampled, divided by ``--rollout-temperature``, over the real
+    vocabulary without padding. With tensor parallelism a rank has only its shard of the vocabulary.
+    ``current_log_probs`` are over the whole vocabulary, and their gradients are right on every
+    rank.
+
+    ``sum_of_sample_mean`` takes [T] and returns the sum over samples of each sample's mean over its
     trained tokens (with ``--calculate-per-token-loss`` the sum over trained tokens). The loss and
-    each metric are to be such sums: they are added up over micro-batches and ranks and divided by
-    the step's trajectories (per token: by its trained tokens). A metric ``loss`` is the loss,
-    whatever is returned by that name.
+    each metric must be such sums: they are added up over micro-batches and ranks, and divided by
+    the step's number of trajectories (per token: of trained tokens). The metric ``loss`` is always
+    the returned loss.
 
     Example:
         >>> def loss_function(args, batch, logits, sum_of_sample_mean):
@@ -378,7 +499,7 @@ class LossFunction(Protocol):
     def __call__(
         self,
         args: Any,
-        batch: Any,
+        batch: dict[str, Any],
         logits: torch.Tensor,
         sum_of_sample_mean: Callable[[torch.Tensor], torch.Tensor],
         /,
@@ -386,26 +507,34 @@ class LossFunction(Protocol):
 
 
 class AdvantageFunction(Protocol):
-    """``--custom-advantage-function-path``: sets ``advantages`` and ``returns`` of
-    ``rollout_data``.
+    """``--custom-advantage-function-path``: replaces the advantage estimator.
 
-    In place of the estimator, also with ``--disable-compute-advantages-and-returns``; on the ranks
-    that hold the output layer. ``rollout_data`` is that of ``--rollout-data-postprocess-path``;
-    ``kl`` is 0 unless ``--kl-coef`` asks for it. ``returns`` that are not set are the advantages.
-    ``--normalize-advantages`` acts on the result.
+    It sets ``advantages``, and optionally ``returns``, of ``rollout_data``, which is that of
+    ``--rollout-data-postprocess-path``. It is called on the ranks that hold the output layer, also
+    with ``--disable-compute-advantages-and-returns``. ``kl`` is 0 without ``--kl-coef``.
+    ``returns`` that are not set equal the advantages. ``--normalize-advantages`` acts on the
+    result.
+
+    Example:
+        >>> def last_half_only(args, rollout_data):
+        ...     rollout_data["advantages"] = [
+        ...         torch.cat([torch.zeros(n // 2), torch.full((n - n // 2,), float(reward))])
+        ...         for reward, n in zip(rollout_data["rewards"], rollout_data["response_lengths"])
+        ...     ]
     """
 
-    def __call__(self, args: Any, rollout_data: Any, /) -> None: ...
+    def __call__(self, args: Any, rollout_data: dict[str, Any], /) -> None: ...
 
 
 class TisFunction(Protocol):
-    """``--custom-tis-function-path``: corrects the policy loss for the train–rollout mismatch.
+    """``--custom-tis-function-path``: corrects the policy loss for the mismatch between trainer and
+    engine.
 
     ``pg_loss`` is [T], the loss of each response token of a micro-batch; the lists have one tensor
-    [R] per sample. Returns the corrected loss [T], the loss masks to be in force (0 or 1), [R] per
-    sample, and metrics [T] by name (or one number for all tokens), averaged as the loss is. A token
-    that the masks leave out adds nothing to the policy loss; what that is divided by stays. With
-    ``--get-mismatch-metrics`` alone only the metrics are taken.
+    [R] per sample. It returns (corrected loss [T], loss masks, metrics). The loss masks (0 or 1,
+    [R] per sample) are used from here on: a masked token adds nothing to the policy loss, and the
+    denominator does not change. Metrics are [T] by name, or one number for all tokens, and are
+    averaged as the loss is. With ``--get-mismatch-metrics`` alone only the metrics are used.
     """
 
     def __call__(
@@ -426,10 +555,9 @@ class PgLossReducer(Protocol):
     """``--custom-pg-loss-reducer-function-path``: builds the function that reduces the policy loss
     to a number.
 
-    ``loss_masks`` are those in force, [R] per sample: what ``--custom-tis-function-path`` returned,
-    where there is one. The function takes the loss of each token [T] and returns a sum over
-    samples, which is divided by the step's trajectories (with ``calculate_per_token_loss`` by its
-    trained tokens).
+    ``loss_masks`` are [R] per sample, after ``--custom-tis-function-path``. The returned function
+    takes the loss of each token [T] and returns a sum over samples. It is divided by the step's
+    number of trajectories (with ``calculate_per_token_loss`` by its number of trained tokens).
     """
 
     def __call__(
@@ -443,10 +571,10 @@ class PgLossReducer(Protocol):
 
 
 class ModelProvider(Protocol):
-    """``--custom-model-provider-path``: builds the model of this pipeline stage.
+    """``--custom-model-provider-path``: builds the model of a pipeline stage.
 
-    It must be, or be derived from, what ``slime.trainer.megatron.provider.default_model`` makes of
-    the same arguments.
+    It returns what ``slime.trainer.megatron.provider.default_model`` builds from the same
+    arguments, or a model derived from it.
     """
 
     def __call__(
@@ -455,10 +583,10 @@ class ModelProvider(Protocol):
 
 
 class LayerSpec(Protocol):
-    """``--spec MODULE NAME``: megatron-core's layer specification of this pipeline stage.
+    """``--spec MODULE NAME``: returns Megatron-core's layer specification of a pipeline stage.
 
-    Returns ``TransformerBlockSubmodules``, or the ``ModuleSpec`` that all layers share; start from
-    ``slime.trainer.megatron.provider.default_layer_spec``, which takes the same arguments.
+    It returns ``TransformerBlockSubmodules``, or the ``ModuleSpec`` that all layers share. Start
+    from ``slime.trainer.megatron.provider.default_layer_spec``, which takes the same arguments.
     ``config`` is Megatron's ``TransformerConfig``.
     """
 
@@ -466,17 +594,17 @@ class LayerSpec(Protocol):
 
 
 class MegatronInit(Protocol):
-    """``--custom-megatron-init-path``: on every rank, after the process groups are initialised and
-    before the model is built."""
+    """``--custom-megatron-init-path``: runs after the process groups are initialised and before the
+    model is built."""
 
     def __call__(self, args: Any, /) -> None: ...
 
 
 class BeforeLogProb(Protocol):
-    """``--custom-megatron-before-log-prob-hook-path``: before each forward-only pass.
+    """``--custom-megatron-before-log-prob-hook-path``: runs before each forward-only pass.
 
-    ``model`` is the list of model chunks of this rank (one without virtual pipeline stages);
-    ``store_prefix`` is "ref_" for the reference's log-probs, "engine_" for those of
+    ``model`` is the list of model chunks of this rank (one without virtual pipeline stages).
+    ``store_prefix`` is "ref_" for log-probs of the reference model, "engine_" for those of
     --measure-quantisation, else "".
     """
 
@@ -484,11 +612,11 @@ class BeforeLogProb(Protocol):
 
 
 class BeforeTrainStep(Protocol):
-    """``--custom-megatron-before-train-step-hook-path``: before the forward and backward passes of
-    each optimizer step.
+    """``--custom-megatron-before-train-step-hook-path``: runs before the forward and backward
+    passes of each optimizer step.
 
-    ``step_id`` counts the optimizer steps of this rollout from 0; ``model`` is the list of model
-    chunks of this rank; gradients have been set to zero.
+    ``step_id`` counts the optimizer steps of this rollout from 0. ``model`` is the list of model
+    chunks of this rank. Gradients have been set to zero.
     """
 
     def __call__(

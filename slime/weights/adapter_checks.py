@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 from slime.engines.adapters import FUSED_SETS
 from slime.engines.wire.abilities import Abilities
 from slime.errors import UserError
-from slime.models.adapters import Side, begins_with_zeros, peft_name, split_peft_name
+from slime.models.adapters import Side, peft_name, split_peft_name
 from slime.models.parameters import Shape
-from slime.weights.adapter_layout import AdapterLayout
+from slime.weights.adapter_layout import AdapterLayout, LargestValues, apart
 
 _SIDES: tuple[Side, ...] = ("A", "B")
 #: A step of this size changes some of 30,000 bfloat16 numbers around 0.01.
@@ -91,11 +91,13 @@ def check_names(given: Mapping[str, Shape], expected: Mapping[str, Shape], what:
     """Reject additional or missing tensors and wrong shapes.
 
     Args:
-        given, expected: name → shape.
+        given: name → shape; of a run of experts [experts, out, in].
+        expected: name → shape, without runs.
         what: "the trainer's adapter", for messages.
     Raises:
         UserError: names the first ones.
     """
+    given = dict(apart(given))
     if stray := [name for name in given if name not in expected]:
         raise UserError(
             f"{what} has {len(stray)} tensors that belong to no layer with an adapter: "
@@ -179,7 +181,7 @@ def has_visibly_learned(
 
 
 def check_values(
-    largest: Mapping[str, float],
+    largest: LargestValues,
     fingerprints: Mapping[str, str],
     previous: Mapping[str, str],
     *,
@@ -188,21 +190,22 @@ def check_values(
     """Reject values that a policy cannot have after a training step.
 
     Args:
-        largest: trained tensor → largest absolute value; NaN or infinity if it contains one.
+        largest: of the trained tensors.
         fingerprints, previous: of this and the last push, by name; {} if there was none.
         has_learned: `has_visibly_learned` since then.
     Raises:
         UserError: a number is not finite, an A or every B is zero, or all tensors equal the last
             version.
     """
-    broken = [name for name, value in largest.items() if not value < float("inf")]
+    values = largest.values
+    broken = largest.where(~(values < float("inf")))
     if broken:
         raise UserError(
             f"the adapter has numbers that are not finite: {', '.join(broken[:3])}",
             why="training has diverged; engines would answer with one token for ever",
             fix="load the last checkpoint before it; lower --lr or --clip-grad",
         )
-    lost = [name for name, value in largest.items() if not begins_with_zeros(name) and value == 0]
+    lost = largest.where(~largest.may_be_zero & (values == 0))
     if lost:
         raise UserError(
             f"the adapter has an A of zeros alone: {', '.join(lost[:3])}",
@@ -212,7 +215,7 @@ def check_values(
         )
     if not has_learned:
         return
-    if not any(value for name, value in largest.items() if begins_with_zeros(name)):
+    if not values[largest.may_be_zero].any():
         raise UserError(
             "the adapter is zero: every B is, although the trainer has made steps",
             why="engines would go on with the base, which no step has changed",

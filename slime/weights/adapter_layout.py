@@ -13,15 +13,18 @@ their adapters are padded with zeros, and B is multiplied by rank / expert rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
 
 from slime.engines.adapters import FUSED_SETS
-from slime.engines.wire.buckets import TensorEntry, dtype_name, entries_of
-from slime.models.adapters import AdapterConfig, Side, peft_name
+from slime.engines.wire.buckets import TensorEntry, dtype_name
+from slime.engines.wire.expert_runs import ExpertRun
+from slime.models.adapters import AdapterConfig, Side, begins_with_zeros, peft_name
 from slime.models.parameters import ModelParameters, Shape
 from slime.models.peft_config import plain_config
 
@@ -42,10 +45,34 @@ class Piece:
     side: Side
     factor: float
 
-    def view(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return the piece's place in the sent tensor."""
-        part = tensor if self.expert is None else tensor[self.expert]
-        return part[:rank] if self.side == "A" else part[:, :rank]
+    def view(self, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Return the place in the sent tensor for a trained tensor of this shape, or for a run of
+        them that begins with this piece."""
+        if self.expert is not None and len(shape) == 3:
+            tensor = tensor[self.expert : self.expert + shape[0]]
+        elif self.expert is not None:
+            tensor = tensor[self.expert]
+        axis = -2 if self.side == "A" else -1
+        return tensor.narrow(axis, 0, shape[axis])
+
+
+@dataclass(frozen=True)
+class LargestValues:
+    """The largest absolute value of each trained tensor.
+
+    Attributes:
+        names: of the tensors.
+        values: [tensors], float32; NaN or infinity if a tensor contains one.
+        may_be_zero: [tensors], whether a tensor is zero in a new adapter.
+    """
+
+    names: Sequence[str]
+    values: torch.Tensor
+    may_be_zero: torch.Tensor
+
+    def where(self, mask: torch.Tensor) -> list[str]:
+        """Return the names of the chosen tensors."""
+        return [self.names[index] for index in mask.nonzero().flatten().tolist()]
 
 
 @dataclass(frozen=True)
@@ -102,28 +129,80 @@ class AdapterLayout:
         return self.has_experts and self.adapters.experts == "shared-outer"
 
     def entries(self, dtype: torch.dtype) -> list[TensorEntry]:
-        """Return the table of the sent tensors in one flat buffer."""
-        names = list(self.sent)
-        shapes = [list(shape) for shape in self.sent.values()]
-        return entries_of(names, [dtype_name(dtype)] * len(names), shapes)
+        """Return the table of the sent tensors in one flat buffer, in the order of layers. Tensors
+        with matrices of one size are adjacent in the buffer."""
+        starts: dict[str, int] = {}
+        end = 0
+        for names in self._by_size.values():
+            for name in names:
+                starts[name] = end
+                end += prod(self.sent[name])
+        width = dtype.itemsize
+        kind = dtype_name(dtype)
+        return [
+            TensorEntry(name, kind, shape, starts[name] * width)
+            for name, shape in self.sent.items()
+        ]
 
-    def place(self, name: str, tensor: torch.Tensor, views: dict[str, torch.Tensor]) -> None:
-        """Copy a trained tensor to its place among the sent ones, which start as zeros."""
-        piece = self.pieces[name]
-        rank = tensor.shape[0] if piece.side == "A" else tensor.shape[1]
-        view = piece.view(views[piece.name], rank)
+    def fits(self, name: str, shape: Shape) -> bool:
+        """Tell whether these are a trained tensor, or a run of experts, and its shape."""
+        return all(self.trained.get(one) == own for one, own in apart({name: shape}))
+
+    def place(self, name: str, tensor: torch.Tensor, views: Mapping[str, torch.Tensor]) -> None:
+        """Copy a trained tensor, or a run of experts, to its place among the sent ones, which start
+        as zeros.
+
+        Raises:
+            KeyError: no trained tensor has this name.
+        """
+        run = ExpertRun.parse(name)
+        piece = self.pieces[name if run is None else run.expert_name(run.first)]
+        view = piece.view(views[piece.name], tensor.shape)
         if piece.factor == 1.0:
             view.copy_(tensor)
         else:
             view.copy_(tensor.float() * piece.factor)
 
-    def largest(self, views: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Return the largest absolute value of each trained tensor, from the sent ones."""
-        # one reduction for all experts of a layer: a model may have ten thousand of them
-        tops = [view.abs().flatten(-2).amax(-1).float().view(-1) for view in views.values()]
-        whole = torch.cat(tops).cpu().split([len(top) for top in tops])
-        by_name = {name: top.tolist() for name, top in zip(views, whole, strict=True)}
-        return {name: by_name[piece.name][piece.expert or 0] for name, piece in self.pieces.items()}
+    def largest(self, flat: torch.Tensor, dtype: torch.dtype) -> LargestValues:
+        """Return the largest absolute value of each trained tensor.
+
+        Args:
+            flat: uint8, the sent tensors in the places of `entries`.
+        """
+        # few reductions, without copies: a model may have ten thousand experts
+        numbers = flat.view(dtype)
+        tops = []
+        begin = 0
+        for size, names in self._by_size.items():
+            count = sum(prod(self.sent[name]) for name in names) // size
+            matrices = numbers[begin : begin + count * size].view(count, size)
+            tops.append(torch.maximum(matrices.amax(1), matrices.amin(1).neg()).float())
+            begin += count * size
+        values = torch.cat(tops).cpu()
+        names, places, may_be_zero = self._matrices
+        return LargestValues(names, values[places], may_be_zero)
+
+    @cached_property
+    def _by_size(self) -> dict[int, list[str]]:
+        """Numbers in a matrix → names of the sent tensors, single or stacked, of such matrices."""
+        sizes: dict[int, list[str]] = {}
+        for name, shape in self.sent.items():
+            sizes.setdefault(prod(shape[-2:]), []).append(name)
+        return sizes
+
+    @cached_property
+    def _matrices(self) -> tuple[list[str], torch.Tensor, torch.Tensor]:
+        """Names of the trained tensors, the number of each one's matrix in the buffer, and whether
+        it begins with zeros."""
+        first: dict[str, int] = {}
+        end = 0
+        for names in self._by_size.values():
+            for name in names:
+                first[name] = end
+                end += prod(self.sent[name][:-2])
+        places = [first[piece.name] + (piece.expert or 0) for piece in self.pieces.values()]
+        zeros = [begins_with_zeros(name) for name in self.pieces]
+        return list(self.pieces), torch.tensor(places), torch.tensor(zeros)
 
     def config_dict(self, base: str) -> dict[str, Any]:
         """Return the fields of PEFT's ``adapter_config.json`` for the sent tensors.
@@ -132,6 +211,17 @@ class AdapterLayout:
             base: name or directory of the base model.
         """
         return plain_config(self.adapters.rank, self.adapters.alpha, self.targets, base)
+
+
+def apart(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
+    """Yield (name, shape) of each tensor, with single experts in place of runs."""
+    for name, shape in shapes.items():
+        run = ExpertRun.parse(name)
+        if run is None or len(shape) != 3 or shape[0] != run.last - run.first + 1:
+            yield name, shape
+            continue
+        for number in range(run.first, run.last + 1):
+            yield run.expert_name(number), shape[1:]
 
 
 _SIDES: tuple[Side, ...] = ("A", "B")

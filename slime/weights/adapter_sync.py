@@ -38,13 +38,21 @@ from slime.engines.adapters import LOAD_ADAPTER, UNLOAD_ADAPTER, adapter_name
 from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet, is_local
 from slime.engines.wire.abilities import Abilities
-from slime.engines.wire.buckets import TensorEntry, dtype_in, dtype_of, fingerprint, unpack
+from slime.engines.wire.buckets import (
+    TensorEntry,
+    dtype_in,
+    dtype_of,
+    fingerprints,
+    own_device,
+    unpack,
+)
 from slime.errors import UserError
 from slime.models.adapters import AdapterConfig
 from slime.models.parameters import Shape
 from slime.models.spec import HfConfig
+from slime.processes.pinned_memory import lock_pages
 from slime.weights.adapter_checks import check_engine, check_names, check_sets, check_values
-from slime.weights.adapter_layout import AdapterLayout
+from slime.weights.adapter_layout import AdapterLayout, LargestValues
 from slime.weights.distributed import own_address
 from slime.weights.engine_check import SliceCheck, WholeTensorCheck
 from slime.weights.ipc import Handle, Opened, storage_handle
@@ -80,8 +88,12 @@ class AdapterSync(EngineSync):
         super().__init__(config, hf_config, **options)
         name = config.checkpoint.model_name
         self._base = ModelSource(model_chunks, hf_config, model_name=name)
-        self._source = ModelSource(model_chunks, hf_config, model_name=name, adapters=adapters)
+        self._source = ModelSource(
+            model_chunks, hf_config, model_name=name, adapters=adapters, in_runs=True
+        )
         self.layout = AdapterLayout.of(self._source.parameters)
+        check_sets(self.layout.sent, lone_queries=self.layout.lone_queries)
+        self._complete: dict[str, Shape] = {}  # names and shapes that made up a whole adapter
         self._engines: list[EngineSlots] = []
         self._route: Route | None = None
         self._shares_memory = False
@@ -254,8 +266,8 @@ class AdapterSync(EngineSync):
         with self._phase("gather", version, seconds):
             buffer, largest = self._gather(tensors, self._route.dtype)
         views = buffer.tensors()
-        prints = {one: fingerprint(view) for one, view in views.items()}
-        check_sets(views, lone_queries=self.layout.lone_queries)
+        with self._phase("fingerprint", version, seconds):
+            prints = fingerprints(views)
         check_values(largest, prints, self._previous, has_learned=has_learned)
         with self._phase("transfer", version, seconds):
             self._load(name, buffer)
@@ -286,7 +298,7 @@ class AdapterSync(EngineSync):
 
     def _gather(
         self, tensors: NamedTensors, dtype: torch.dtype
-    ) -> tuple[AdapterBuffer, dict[str, float]]:
+    ) -> tuple[AdapterBuffer, LargestValues]:
         """Convert the trainer's tensors to the engines' layout and dtype.
 
         Returns:
@@ -308,18 +320,23 @@ class AdapterSync(EngineSync):
                 )
                 views = dict(unpack(flat, entries))
             shapes[name] = tuple(tensor.shape)
-            if name not in layout.pieces or shapes[name] != layout.trained[name]:
-                continue  # reported below, after all have been gathered
-            layout.place(name, tensor.detach(), views)
-        check_names(shapes, layout.trained, "the trainer's adapter")
+            # others are reported below, after all have been gathered
+            if self._complete.get(name) == shapes[name] or layout.fits(name, shapes[name]):
+                layout.place(name, tensor.detach(), views)
+        if shapes != self._complete:
+            check_names(shapes, layout.trained, "the trainer's adapter")
+            self._complete = shapes
         assert flat is not None
         if flat is not host.buffer:
             host.buffer.copy_(flat)
-        return host, layout.largest(views)
+        return host, layout.largest(flat, dtype)
 
     def _begin_buffer(self, dtype: torch.dtype) -> Future[AdapterBuffer]:
         entries = self.layout.entries(dtype)
-        return self._background.submit(AdapterBuffer, entries, is_shared=self._shares_memory)
+        gpu = own_device() if torch.cuda.is_available() else None
+        return self._background.submit(
+            AdapterBuffer, entries, is_shared=self._shares_memory, locked_by=gpu
+        )
 
     def _take_spare(self, dtype: torch.dtype) -> AdapterBuffer:
         spare = self._spare or self._begin_buffer(dtype)  # none after a push that failed
@@ -397,12 +414,20 @@ class AdapterBuffer:
     Args:
         entries: of one dtype.
         is_shared: other processes on this host may map it.
+        locked_by: the GPU whose driver locks the pages, if it may: it copies to them several times
+            as fast.
 
     Attributes:
         buffer: uint8 [nbytes], initially zeros.
     """
 
-    def __init__(self, entries: Sequence[TensorEntry], *, is_shared: bool) -> None:
+    def __init__(
+        self,
+        entries: Sequence[TensorEntry],
+        *,
+        is_shared: bool,
+        locked_by: torch.device | None = None,
+    ) -> None:
         self.entries = list(entries)
         nbytes = sum(entry.nbytes for entry in entries)
         self._is_shared = is_shared
@@ -414,6 +439,12 @@ class AdapterBuffer:
         else:
             self.buffer = torch.empty(nbytes, dtype=torch.uint8)
         self.buffer.zero_()
+        if locked_by is not None:
+            torch.cuda.set_device(locked_by)  # a new thread starts with the first GPU
+            try:
+                lock_pages(self.buffer, owner=self)
+            except MemoryError as error:
+                logger.warning("pushes of adapters take longer: %s", error)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return views into the buffer by name."""

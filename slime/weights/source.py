@@ -370,12 +370,16 @@ def collect_adapters(
         UserError: in the returned function: the directory cannot be written; no partial one
             remains.
     """
-    source = ModelSource(model_chunks, hf_config, model_name=model_name, adapters=adapters)
+    source = ModelSource(
+        model_chunks, hf_config, model_name=model_name, adapters=adapters, in_runs=True
+    )
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
-    # buffers are reused; only the writer keeps copies
-    tensors = {
-        name: tensor.detach().to("cpu", copy=True) for name, tensor in source.tensors() if is_writer
-    }
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in source.tensors():
+        if is_writer:  # buffers are reused; only the writer keeps copies
+            copy = tensor.detach().to("cpu", copy=True)
+            run = ExpertRun.parse(name)
+            tensors.update([(name, copy)] if run is None else run.apart(copy))
 
     def write(directory: Path) -> None:
         if is_writer:

@@ -21,7 +21,7 @@ async def never(args, sample, **kwargs):
     await asyncio.Event().wait()
 
 def raises(args, sample, **kwargs):
-    return 1 / len(sample.response[:0])
+    return 1 / (not is_in_run())
 
 def breaks_training(args, rollout_id, rollout_data):
     rollout_data["advantages"] = rollout_data["advantage"]

@@ -158,10 +158,15 @@ def status(url: str, key: str = "", method: str = "POST") -> int:
         return error.code
 
 
-def engine_url(driver: Driver) -> str:
+#: Engine → module in its server's command line.
+_SERVERS = {"embedded": "slime.embedded", "sglang": "slime.engines.sglang.engine_process"}
+
+
+def engine_url(run: Held) -> str:
     """By its command line: asked for a page, the ports of gloo in the same process never answer."""
     # a fork has its command line as a title, which is one word
-    titles = [" ".join(process.cmdline()) for process in driver.family("slime.embedded")]
+    servers = run.driver.family(_SERVERS[run.engine])
+    titles = [" ".join(process.cmdline()) for process in servers]
     commands = [title.split() for title in titles]
     (words,) = [words for words in commands if "--port" in words]
     return f"http://{words[words.index('--host') + 1]}:{words[words.index('--port') + 1]}"
@@ -185,7 +190,7 @@ def router_url(driver: Driver) -> str:
 
 def test_only_the_run_is_answered(run: Held) -> None:
     key = run.driver.key()
-    server, router = engine_url(run.driver), router_url(run.driver)
+    server, router = engine_url(run), router_url(run.driver)
     for url, paths in ((server, _OF_ENGINE), (router, _OF_ROUTER)):
         for wrong in ("", "none", key[:-1]):
             assert {path: status(url + path, wrong) for path in paths} == dict.fromkeys(paths, 401)

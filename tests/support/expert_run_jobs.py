@@ -29,11 +29,14 @@ def _of_three() -> Iterator[None]:
 
 
 def compare_with_singles(info: Any, model: Path, layout: dict[str, Any]) -> dict[str, Any]:
-    """Names of experts that are not the same in runs and one by one."""
+    """Names of experts, or of their adapters, that are not the same in runs and one by one."""
     backend = backend_of(info, model, **layout)
+    parts = backend.model_chunks, backend.hf_config
+    for parameter in backend.model_chunks[0].parameters():
+        parameter.data.uniform_(-1, 1)  # one side of an adapter begins with zeros
     with _of_three():
-        singles = ModelSource(backend.model_chunks, backend.hf_config)
-        runs = ModelSource(backend.model_chunks, backend.hf_config, in_runs=True)
+        singles = ModelSource(*parts, adapters=backend.adapters)
+        runs = ModelSource(*parts, adapters=backend.adapters, in_runs=True)
         wanted = {name: tensor.clone() for name, tensor in singles.tensors()}
         found, lengths = {}, []
         for name, tensor in runs.tensors():

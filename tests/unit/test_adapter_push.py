@@ -25,6 +25,7 @@ from slime.errors import UserError
 from slime.models import family_of
 from slime.models.adapters import AdapterConfig, adapter_family
 from slime.models.parameters import ModelParameters
+from slime.weights import adapter_sync
 from slime.weights.adapter_checks import (
     check_engine,
     check_names,
@@ -32,7 +33,7 @@ from slime.weights.adapter_checks import (
     check_values,
     has_visibly_learned,
 )
-from slime.weights.adapter_layout import AdapterLayout
+from slime.weights.adapter_layout import AdapterLayout, LargestValues
 from slime.weights.adapter_sync import AdapterBuffer, AdapterSync
 from slime.weights.receipt import WeightMismatch
 from tests.support.fake_adapter_engine import FakeAdapterEngine
@@ -222,6 +223,98 @@ def laid_out(model: Model) -> dict[str, torch.Tensor]:
     return views
 
 
+def in_runs(tensors: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
+    """Experts in runs of at most this many, as `ModelSource` yields them."""
+    found: dict[str, torch.Tensor] = {}
+    stacks: dict[tuple[str, str], list[torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        owner, is_expert, rest = name.partition(".mlp.experts.")
+        number, _, leaf = rest.partition(".")
+        if is_expert and number.isdigit():
+            stacks.setdefault((owner, leaf), []).append(tensor)
+        else:
+            found[name] = tensor
+    for (owner, leaf), experts in stacks.items():
+        for first in range(0, len(experts), length):
+            run = experts[first : first + length]
+            name = f"{owner}.mlp.experts.{first}-{first + len(run) - 1}.{leaf}"
+            found[name] = torch.stack(run)
+    return found
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from(["per-expert", "shared-outer"]),
+    st.booleans(),
+    st.integers(1, 5),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.data(),
+)
+def test_runs_of_experts_are_sent_as_single_ones(
+    experts: str, by_topk: bool, length: int, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    model = Model("qwen3_moe", lora_rank=8, lora_experts=experts, lora_rank_by_topk=by_topk)
+    layout = model.layout
+    broken = data.draw(st.sampled_from(sorted(model.trained)))
+    model.trained[broken][-1, -1] = data.draw(st.sampled_from([float("nan"), float("-inf"), -99.0]))
+    runs = in_runs(model.trained, length)
+    buffers = []
+    for tensors in (model.trained, runs):
+        buffer = AdapterBuffer(layout.entries(dtype), is_shared=False)
+        for name, tensor in tensors.items():
+            assert layout.fits(name, tuple(tensor.shape))
+            layout.place(name, tensor, buffer.tensors())
+        buffers.append(buffer.buffer)
+    assert torch.equal(*buffers)
+    check_names({name: tuple(tensor.shape) for name, tensor in runs.items()}, layout.trained, "it")
+    largest = layout.largest(buffers[1], dtype)
+    assert set(largest.names) == model.trained.keys()
+    for name, found in zip(largest.names, largest.values, strict=True):
+        cast = (model.trained[name] * layout.pieces[name].factor).to(dtype)
+        torch.testing.assert_close(found, cast.abs().max().float(), equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda run: {}, r"is not complete: 2 of .* are missing, .*experts\.0\.up_proj\.lora_B"),
+        (lambda run: {"0-1": run[:1]}, r"belong to no layer .*experts\.0-1\.up_proj\.lora_B"),
+        (lambda run: {"0-1": run[:, 1:]}, r"experts\.0\.up_proj\.lora_B\.weight of shape"),
+        (lambda run: {"1-2": run}, r"is not complete: 1 of .*experts\.0\.up_proj\.lora_B"),
+        (lambda run: {"0-1": run, "3-4": run}, r"no layer .*: .*experts\.4\.up_proj\.lora_B"),
+    ],
+)
+def test_a_wrong_run(change: Callable[[torch.Tensor], dict[str, torch.Tensor]], said: str) -> None:
+    model = Model("qwen3_moe")
+    assert model.spec.num_experts == 4
+    tensors = in_runs(model.trained, 2)
+    name = PREFIX + "mlp.experts.{}.up_proj.lora_B.weight"
+    with FakeAdapterEngine(model.base) as engine:
+        sync = connected([engine], model)
+        sync._source.tensors = lambda: iter(tensors.items())
+        sync.push()
+        run = tensors.pop(name.format("0-1"))
+        tensors |= {name.format(place): one for place, one in change(run).items()}
+        with pytest.raises(UserError, match=said):
+            sync.push()
+        assert list(engine.adapters) == ["policy-1"]
+        sync.close()
+
+
+def test_memory_that_cannot_be_locked_is_only_slower(
+    model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(buffer: torch.Tensor, owner: object) -> None:
+        raise MemoryError("ulimit -l may be too low")
+
+    monkeypatch.setattr(adapter_sync, "lock_pages", refuse)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: None)
+    entries = model.layout.entries(torch.float32)
+    buffer = AdapterBuffer(entries, is_shared=True, locked_by=torch.device("cuda", 1))
+    assert not any(view.any() for view in buffer.tensors().values())
+    assert "pushes of adapters take longer: ulimit" in caplog.text
+
+
 @settings(max_examples=20)
 @given(
     st.lists(st.lists(st.integers(1, 5), min_size=2, max_size=3), min_size=1, max_size=5),
@@ -336,8 +429,9 @@ def test_numbers_that_are_not_finite(refused: Callable[..., str]) -> None:
     assert "not finite" in said and Q.format("B") in said
 
 
-def test_a_partial_adapter(refused: Callable[..., str]) -> None:
-    said = refused(lambda tensors: tensors.pop(Q.format("B")))
+@pytest.mark.parametrize("pushes", [0, 1])
+def test_a_partial_adapter(refused: Callable[..., str], pushes: int) -> None:
+    said = refused(lambda tensors: tensors.pop(Q.format("B")), pushes=pushes)
     assert "is not complete: 1 of 28" in said and Q.format("B") in said
 
 
@@ -445,7 +539,8 @@ def test_queries_that_sglang_cannot_load() -> None:
 
 
 def test_nothing_is_asked_of_the_first_push() -> None:
-    largest = {Q.format("A"): 1.0, Q.format("B"): 0.0}
+    names = [Q.format("A"), Q.format("B")]
+    largest = LargestValues(names, torch.tensor([1.0, 0.0]), torch.tensor([False, True]))
     check_values(largest, {"x": "1"}, {"x": "1"}, has_learned=False)
 
 

@@ -1,4 +1,4 @@
-"""Adapters reach engines whole from trainers of every layout."""
+"""Adapters reach engines and files whole from trainers of every layout."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import Pools, trainer_config
 
 VOCABULARY = {"lora_target_modules": ("q_proj", "embed_tokens", "lm_head")}
+ETP2 = {"expert_tensor_parallel_size": 2}
+FOLDERS = ("adapter", "saved")
 SHARED = {"lora_experts": "shared-outer"}
 
 
-def push_job(info: Any, flags: dict[str, Any], url: str) -> dict[str, Any]:
+def push_job(info: Any, flags: dict[str, Any], url: str, saved: str) -> dict[str, Any]:
     from slime.trainer.megatron.backend import MegatronBackend
     from slime.weights.adapter_sync import AdapterSync
 
@@ -41,6 +43,7 @@ def push_job(info: Any, flags: dict[str, Any], url: str) -> dict[str, Any]:
     sync.connect([url])
     receipt = sync.push(has_learned=True)
     sync.close()
+    backend.export(saved)
     return receipt.to_json()
 
 
@@ -49,6 +52,7 @@ def push_job(info: Any, flags: dict[str, Any], url: str) -> dict[str, Any]:
     [
         pytest.param("qwen3_moe", 2, PP2, {}, id="PP2"),
         pytest.param("qwen3_moe", 2, EP2 | ETP1, SHARED, id="EP2"),
+        pytest.param("qwen3_moe", 2, TP2 | ETP2, {"lora_rank_by_topk": True}, id="TP2 x ETP2"),
         pytest.param(
             "qwen3_moe", 4, TP2 | PP2 | EP2 | ETP1, {}, id="TP2 x PP2 x EP2", marks=pytest.mark.full
         ),
@@ -57,7 +61,7 @@ def push_job(info: Any, flags: dict[str, Any], url: str) -> dict[str, Any]:
         ),
     ],
 )
-def test_engines_get_the_adapter_whole(
+def test_engines_and_files_get_the_adapter_whole(
     family: str,
     size: int,
     layout: dict[str, Any],
@@ -82,10 +86,13 @@ def test_engines_get_the_adapter_whole(
         sent.place(name, tensor, expected)
     stored = load_file(model / "model.safetensors")
     with FakeAdapterEngine({name: stored[name] for name in parameters.stored}) as engine:
-        receipts = ranks.run(size, push_job, flags, engine.url)
+        receipts = ranks.run(size, push_job, flags, engine.url, str(tmp_path / "saved"))
         assert engine.base_checks, "the base was compared"
         held = engine.adapters["policy-1"]
     assert held.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(held[name], tensor), name
     assert all(receipt == receipts[0] for receipt in receipts)
+    read, saved = (load_file(tmp_path / one / "adapter_model.safetensors") for one in FOLDERS)
+    assert saved.keys() == read.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in read.items())

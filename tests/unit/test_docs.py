@@ -79,7 +79,10 @@ def test_hooks_page_has_every_hook(make_docs: ModuleType) -> None:
     page = make_docs.PAGES["docs/hooks.md"]()
     for flag in HOOKS:
         assert f"`--{flag.replace('_', '-')}`" in page, flag
-    assert "data_source: DataSource" in page and "(self" not in page
+    assert "data_source: DataSource" in page and "hook(self" not in page
+    assert "| `get_samples(num_samples: int) -> list[list[Sample]]` |" in page
+    resumes = "called when a run resumes from it"  # the second line of a method's docstring
+    assert resumes in page
 
 
 @pytest.mark.parametrize(

@@ -395,6 +395,7 @@ def raises(args: Any, sample: Sample) -> float:
 
 def chatty(args: Any, sample: Sample) -> float:
     print("a score:", sample.response)
+    print("asked with hf_QwErTyUiOpAsDfGhJkLzXcVb", file=sys.stderr)
     return float(sample.response == sample.label)
 
 
@@ -557,7 +558,9 @@ def test_the_command_says_all_and_ends_accordingly(
     assert "nothing found" in said and "reward" in said
     chatty = ["--custom-rm-path", f"{__file__}:chatty"]
     assert main(["doctor", "--json", *flags, *chatty]) == 0
-    assert json.loads(capsys.readouterr().out)["ok"]
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["ok"]
+    assert "asked with" in printed.err and "hf_QwEr" not in printed.err
     assert main(["doctor", "train-async", *flags, "--input-key", "promt", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["fatal"] and not told["ok"]

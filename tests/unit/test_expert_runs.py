@@ -41,6 +41,11 @@ LAYOUTS: list[dict[str, Any]] = [
     {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
     {"pipeline_model_parallel_size": 2},
 ]
+ADAPTERS: list[dict[str, Any]] = [
+    {},
+    {"lora_rank": 4},
+    {"lora_rank": 4, "lora_experts": "shared-outer", "lora_rank_by_topk": True},
+]
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +67,13 @@ def test_runs_are_all_experts_once_and_small(count: int, nbytes: int, limit: int
     assert all((stop - start) * nbytes <= limit or stop == start + 1 for start, stop in ranges)
 
 
+@pytest.mark.parametrize("adapters", ADAPTERS, ids=["weights", "adapters", "shared adapters"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(layout))
 def test_runs_hold_what_single_tensors_hold(
-    layout: dict[str, Any], model_dir: Path, ranks: Pools
+    layout: dict[str, Any], adapters: dict[str, Any], model_dir: Path, ranks: Pools
 ) -> None:
-    for seen in ranks.run(2, expert_run_jobs.compare_with_singles, model_dir, layout):
+    flags = layout | adapters
+    for seen in ranks.run(2, expert_run_jobs.compare_with_singles, model_dir, flags):
         assert seen["different"] == [] and seen["several_in_a_run"] and seen["fewer"]
 
 

@@ -291,7 +291,7 @@ COMMON = {
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "gemma3_text"),
     *("smollm3", "gpt_oss", "deepseek_v3"),
 }
-COMPUTE_SHARED = ("llama", "glm4", "deepseek_v3")
+COMPUTE_SHARED = ("llama",)
 #: What must not be refused.
 SUPPORTED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"partial_rotary_factor": 0.5}),

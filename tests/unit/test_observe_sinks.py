@@ -779,5 +779,7 @@ def test_a_wandb_server_is_taken_wherever_the_key_comes_from(
     monkeypatch.setitem(sys.modules, "wandb", fake)
     config = config_for(tmp_path, use_wandb=True, wandb_host=asked, **key)
     WandbSink(config, create_run(config))
-    assert fake.init.call_args.kwargs["settings"].base_url == asked
-    assert fake.login.called is bool(key)
+    settings = fake.init.call_args.kwargs["settings"]
+    assert settings.base_url == asked
+    assert getattr(settings, "api_key", None) == key.get("wandb_key")
+    assert not fake.login.called, "it would write the key to ~/.netrc"

@@ -16,6 +16,7 @@ from slime.engines.wire.buckets import (
     dtype_of,
     entries_of,
     fingerprint,
+    fingerprints,
     pack,
     unpack,
     word_fingerprint,
@@ -36,6 +37,18 @@ def named_tensors(draw: st.DrawFn) -> list[tuple[str, torch.Tensor]]:
             tensor = tensor.t()  # not contiguous
         tensors.append((f"t{number}", tensor))
     return tensors
+
+
+@given(tensors=named_tensors(), threads=st.integers(2, 5))
+def test_threads_take_the_same_fingerprints(
+    tensors: list[tuple[str, torch.Tensor]], threads: int
+) -> None:
+    expected = {name: fingerprint(tensor) for name, tensor in tensors}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "_BYTES_FOR_THREADS", 0)
+        patch.setattr(buckets, "num_cpus", lambda: threads)
+        found = fingerprints(dict(tensors))
+    assert found == expected and list(found) == list(expected)
 
 
 @settings(max_examples=100)

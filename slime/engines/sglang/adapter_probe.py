@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from slime.engines.adapters import FUSED_SETS
-from slime.engines.wire.buckets import fingerprint
+from slime.engines.wire.buckets import fingerprints
 
 #: SGLang's name of a fused layer → its parts, in order.
 _PARTS = dict(
@@ -45,9 +45,9 @@ def adapter_fingerprints(name: str, shapes: Mapping[str, list[int]]) -> dict[str
     found = {one: _part_of(held, one, shapes) for one in shapes}
     known = {_fused_name(one) for one in shapes} | set(shapes)
     extra = {one: tensor for one, tensor in held.items() if one not in known}
-    return {
-        one: fingerprint(tensor) for one, tensor in {**found, **extra}.items() if tensor is not None
-    }
+    return fingerprints(
+        {one: tensor for one, tensor in {**found, **extra}.items() if tensor is not None}
+    )
 
 
 def _part_of(
@@ -75,7 +75,7 @@ def _unrepeated(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """Return a tensor as it was sent. If the checkpoint's layer is already fused, SGLang repeats
     its only A for each part."""
     copies = tensor.split(rows, dim=-2)
-    return copies[0] if all(torch.equal(copies[0], copy) for copy in copies) else tensor
+    return copies[0] if all(torch.equal(copies[0], copy) for copy in copies[1:]) else tensor
 
 
 def _fused_name(name: str) -> str:

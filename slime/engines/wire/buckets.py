@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import xxhash
+
+from slime.processes.host import num_cpus
 
 #: nbytes → uint8 tensor of that many elements; lets the caller pack into shared or pinned memory.
 Allocate = Callable[[int], torch.Tensor]
@@ -36,6 +39,28 @@ def fingerprint(tensor: torch.Tensor) -> str:
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
     return xxhash.xxh3_128_hexdigest(flat.numpy().data)
+
+
+#: Below this many bytes, hashing takes ten milliseconds and threads gain nothing.
+_BYTES_FOR_THREADS = 256 << 20
+_MOST_THREADS = 8
+
+
+def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the `fingerprint` of each tensor, by name; of many bytes on several cores."""
+    threads = min(_MOST_THREADS, num_cpus())
+    if threads == 1 or sum(tensor.nbytes for tensor in tensors.values()) < _BYTES_FOR_THREADS:
+        return _each_fingerprint(tensors.items())
+    pairs = list(tensors.items())
+    with ThreadPoolExecutor(threads, "fingerprints") as pool:
+        # one task per thread: a task takes as long as hashing a small tensor
+        parts = pool.map(_each_fingerprint, [pairs[n::threads] for n in range(threads)])
+        found = {name: digest for part in parts for name, digest in part.items()}
+    return {name: found[name] for name in tensors}
+
+
+def _each_fingerprint(pairs: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    return {name: fingerprint(tensor) for name, tensor in pairs}
 
 
 _WORDS_AT_ONCE = 1 << 22

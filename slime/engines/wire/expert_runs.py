@@ -6,7 +6,8 @@ of a layer stacked, so a run needs only one entry of a bucket and one copy:
 
     model.layers.3.mlp.experts.32-63.up_proj.weight    [32, intermediate, hidden], experts 32 to 63
 
-Each part of a quantised weight is a run: …up_proj.weight_packed, …up_proj.weight_scale.
+Each part of a quantised weight is a run: …up_proj.weight_packed, …up_proj.weight_scale. So is each
+side of the experts' adapters, …up_proj.lora_B.weight, which trainer ranks gather in this form.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ RUN_BYTES = 64 << 20
 
 _HF_RUN = re.compile(
     r"(?P<owner>.*\.experts)\.(?P<first>\d+)-(?P<last>\d+)\.(?P<projection>gate|up|"
-    r"down)_proj\.(?P<leaf>weight\w*)"
+    r"down)_proj\.(?P<leaf>(?:lora_[AB]\.)?weight\w*)"
 )
 _MEGATRON_RUN = re.compile(
-    r"(?P<stem>.*\.experts\.linear_fc[12]\.weight)(?P<first>\d+)-(?P<last>\d+)"
+    r"(?P<stem>.*\.experts\.linear_fc[12]\.(?:weight|adapter\.\w+?))(?P<first>\d+)-(?P<last>\d+)"
 )
 _HF_EXPERT = re.compile(r"(?<=\.experts\.)(\d+)(?=\.)")
 
@@ -40,7 +41,7 @@ class ExpertRun:
     Attributes:
         owner: "model.layers.3.mlp.experts".
         projection: "gate", "up" or "down".
-        leaf: "weight", or the part of a quantised weight.
+        leaf: "weight", the part of a quantised weight, or the side of an adapter.
     """
 
     owner: str
