@@ -122,6 +122,7 @@ class HfReader:
                 )
             self._file_of.update(dict.fromkeys(names, file_name))
         self._mxfp4 = base_names(sorted(self._file_of))
+        self._stored_names: dict[str, str] = {}
         self._stacks: dict[str, StackLayout] = {}
         self._open_stacks: dict[str, TensorSource] = {}
 
@@ -140,9 +141,15 @@ class HfReader:
         layout = self._stacks.get(name)
         return self._file_of[layout.names[0] if layout and layout.pieces else name]
 
-    def arrange_experts(self, family: ModelFamily, spec: ModelSpec) -> bool:
-        """Read stacks of experts in the layout of published checkpoints from now on. Return whether
-        the directory has another layout."""
+    def arrange(self, family: ModelFamily, spec: ModelSpec) -> bool:
+        """Read the tower's tensors by the names, and stacks of experts in the layout, of published
+        checkpoints from now on. Return whether the directory has another layout of stacks."""
+        if family.other_names is not None and spec.vision is not None:
+            for name in list(self._file_of):
+                published = re.sub(f"^{family.other_names[0]}", family.other_names[1], name)
+                if published != name:
+                    self._file_of[published] = self._file_of.pop(name)
+                    self._stored_names[published] = name
         if family.stacks_experts:
             stored = set(self._file_of)
             shape_of = lambda name: self._stored(name).shape  # noqa: E731
@@ -169,7 +176,8 @@ class HfReader:
         """Return torch's name of a tensor's dtype, without reading the tensor."""
         from slime.checkpoints.safetensors_stream import DTYPE_NAMES
 
-        return DTYPE_NAMES[self._files[self._file_of[name]].get_slice(name).get_dtype()]
+        stored = self._stored_names.get(name, name)
+        return DTYPE_NAMES[self._files[self._file_of[name]].get_slice(stored).get_dtype()]
 
     @property
     def num_files(self) -> int:
@@ -185,7 +193,8 @@ class HfReader:
         return self._stored(name)
 
     def _stored(self, name: str) -> LazyTensor:
-        return LazyTensor(self._files[self._file_of[name]].get_slice(name))
+        stored = self._stored_names.get(name, name)
+        return LazyTensor(self._files[self._file_of[name]].get_slice(stored))
 
     @property
     def score(self) -> LazyTensor | None:
@@ -201,7 +210,7 @@ class HfReader:
             UserError: tensors are missing or unknown (named by layer), or do not have the shape
                 that follows from config.json.
         """
-        self.arrange_experts(family, spec)
+        self.arrange(family, spec)
         shapes = ModelParameters(family, spec).stored
         present = self.names()
         if self._as_trunk and SCORE in present:

@@ -25,7 +25,8 @@ from slime.engines.keys import VARIABLE
 from slime.engines.wire.abilities import Abilities
 from slime.errors import UserError
 from slime.models import family_of
-from slime.models.spec import check_same_model, read_hf_config
+from slime.models.spec import ModelSpec, check_same_model, read_hf_config
+from slime.models.vision import seeing
 from slime.prompts.tokenizer import load_tokenizer
 
 _LINE = "The answer to 3 + 4 is 7, “naïve” or not.\n\tx = {'a': [1, 2]}"
@@ -172,6 +173,7 @@ def _check_server(config: Config, url: str, engine: EngineInfo) -> None:
     info = engine.server
     longest = config.rollout.rollout_max_context_len
     context = info.get("context_length")
+    seeing_spec = _seeing_spec(config)
     lacks: list[tuple[bool, str, str]] = [
         (
             bool(longest and context and longest > context),
@@ -208,11 +210,22 @@ def _check_server(config: Config, url: str, engine: EngineInfo) -> None:
             "start it without --disaggregation-mode",
         ),
         (
-            _sees_in_hybrids(config) and not engine.abilities.sees_in_hybrids,
+            seeing_spec is not None
+            and "linear_attention_freq" in seeing_spec.transformer
+            and not engine.abilities.sees_in_hybrids,
             f"it is {engine.abilities.engine} {info.get('version')}, which computes images of this "
             "model with one of the three rows of positions",
             "start a newer version (SGLang after 0.5.16) or the embedded engine, or leave "
             "--multimodal-keys out",
+        ),
+        (
+            seeing_spec is not None
+            and seeing_spec.vision is not None
+            and seeing_spec.vision.kind.bidirectional
+            and not engine.abilities.sees_both_ways,
+            f"it is {engine.abilities.engine}, in which tokens of an image of this model do not "
+            "always attend to each other in both directions",
+            "start the embedded engine, or leave --multimodal-keys out",
         ),
     ]
     for is_so, why, fix in lacks:
@@ -220,13 +233,13 @@ def _check_server(config: Config, url: str, engine: EngineInfo) -> None:
             raise UserError(f"the engine at {url} cannot take part", why=why, fix=fix)
 
 
-def _sees_in_hybrids(config: Config) -> bool:
-    """Whether the run reads images with a model that has gated delta nets."""
+def _seeing_spec(config: Config) -> ModelSpec | None:
+    """Return the architecture of a run that reads images; None for other runs."""
     path = config.checkpoint.hf_checkpoint
     if not config.images.multimodal_keys or path is None:
-        return False
+        return None
     family = family_of(path, config.checkpoint.model_name)
-    return "linear_attention_freq" in family.model_spec(path).transformer
+    return family.model_spec(seeing(read_hf_config(path)))
 
 
 def _check_likeness(url: str, info: EngineInfo, other_url: str, other: EngineInfo) -> None:

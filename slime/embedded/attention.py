@@ -11,7 +11,7 @@ Both classes first write the new keys and values, then attend.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -209,7 +209,8 @@ def exact_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 class PrefillAttention:
-    """Causal attention of several sequences' new tokens over their own caches.
+    """Attention of several sequences' new tokens over their own caches: causal, and in both
+    directions within the images of `PrefillChunk.blocks`.
 
     Args:
         fixed_shapes: deterministic mode: blocks of queries are aligned to the sequence, so a
@@ -229,7 +230,9 @@ class PrefillAttention:
         if cache.states is not None:
             self.states = StateRows(cache.states, spans, fixed_shapes)
         self._masks = [
-            None if span.start == 0 or fixed_shapes else _causal_mask(span, 0, None, cache.device)
+            None
+            if fixed_shapes or (span.start == 0 and not span.blocks)
+            else _chunk_mask(span, 0, None, cache.device)
             for span in spans
         ]
 
@@ -248,7 +251,7 @@ class PrefillAttention:
             if self._fixed_shapes:
                 read = partial(self._up_to, layer, span.slot)
                 output[rows] = _in_fixed_blocks(span, queries[rows], keys.shape[1], read, sinks)
-            elif span.start == 0:
+            elif mask is None:
                 new_keys = keys[rows].transpose(0, 1)
                 new_values = values[rows].transpose(0, 1)
                 output[rows] = _sdpa(queries[rows], new_keys, new_values, None, sinks)
@@ -261,8 +264,10 @@ class PrefillAttention:
                 )
         return output.view(queries.shape[0], -1)
 
-    def _up_to(self, layer: int, slot: int, start: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        return *self._cache.read(layer, slot, start + BLOCK), 0
+    def _up_to(
+        self, layer: int, slot: int, start: int, end: int
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        return *self._cache.read(layer, slot, end), 0
 
     def _in_window(self, layer: int, heads: Heads, window: int) -> torch.Tensor:
         """Attend to the earlier tokens in the ring, and to the new ones."""
@@ -283,7 +288,7 @@ class PrefillAttention:
                     span, queries[rows], keys.shape[1], read, sinks, window
                 )
             else:
-                mask = _causal_mask(span, first, window, queries.device)
+                mask = _chunk_mask(span, first, window, queries.device)
                 output[rows] = _sdpa(queries[rows], line[0], line[1], mask, sinks)
         return output.view(queries.shape[0], -1)
 
@@ -295,12 +300,12 @@ def _first_block(start: int, window: int) -> int:
 
 
 def _part_of(
-    line: list[torch.Tensor], first: int, window: int, start: int
+    line: list[torch.Tensor], first: int, window: int, start: int, end: int
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return the keys and values that the block of queries at ``start`` sees, and the position of
-    the first; ``line`` begins at position ``first``."""
+    """Return the keys and values up to ``end`` that the block of queries at ``start`` sees, and the
+    position of the first; ``line`` begins at position ``first``."""
     begin = _first_block(start, window)
-    keys, values = (x[:, begin - first : start + BLOCK - first] for x in line)
+    keys, values = (x[:, begin - first : end - first] for x in line)
     return keys, values, begin
 
 
@@ -308,15 +313,15 @@ def _in_fixed_blocks(
     span: PrefillChunk,
     queries: torch.Tensor,
     kv_heads: int,
-    read: Callable[[int], tuple[torch.Tensor, torch.Tensor, int]],
+    read: Callable[[int, int], tuple[torch.Tensor, torch.Tensor, int]],
     sinks: torch.Tensor | None,
     window: int | None = None,
 ) -> torch.Tensor:
     """Attend in blocks of queries.
 
     Args:
-        read: start of a block of queries → keys and values [kv_heads, keys, head_dim] up to its
-            end, and the position of the first.
+        read: start of a block of queries, and the end of the block with the last key → keys and
+            values [kv_heads, keys, head_dim] up to that end, and the position of the first.
     """
     heads, head_dim = queries.shape[1:]
     group = heads // kv_heads
@@ -334,9 +339,13 @@ def _in_fixed_blocks(
             .transpose(0, 1)
             .reshape(kv_heads, BLOCK * group, head_dim)
         )
-        keys, values, begin = read(start)
+        reach = max(
+            [start + BLOCK, *(e for b, e in span.blocks if b < start + BLOCK and e > start)]
+        )
+        reach += -reach % BLOCK
+        keys, values, begin = read(start, reach)
         scores = exact_scores(q, keys.contiguous()) * head_dim**-0.5
-        mask = _block_mask(start, group, begin, window, q.device)
+        mask = _block_mask(start, group, begin, reach, window, span.blocks, q.device)
         weights = softmax_with_sinks(scores + mask, sinks).to(values.dtype)
         out = torch.bmm(weights, values.contiguous())
         out = out.view(kv_heads, BLOCK, group, head_dim).transpose(0, 1)
@@ -395,33 +404,49 @@ def _explicit_with_sinks(
     return mixed.transpose(0, 1).reshape(count, heads, head_dim)
 
 
-def sees(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+def sees(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    window: int | None,
+    blocks: Iterable[tuple[int, int]] = (),
+) -> torch.Tensor:
     """Return bool [queries, keys]: whether the token at each query position sees each key position
     (int64).
 
     Args:
         window: number of visible positions, including its own; None: all before it.
+        blocks: (start, end) of positions that see each other in both directions, as far as the
+            window reaches back.
     """
     distance = queries[:, None] - keys
-    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    seen = distance >= 0
+    for start, end in blocks:
+        seen |= ((queries >= start) & (queries < end))[:, None] & ((keys >= start) & (keys < end))
+    return seen if window is None else seen & (distance < window)
 
 
-def _causal_mask(
+def _chunk_mask(
     span: PrefillChunk, first: int, window: int | None, device: torch.device
 ) -> torch.Tensor:
     """Return bool [count, start + count - first]: whether each new token sees each key from
     position ``first`` on."""
     keys = torch.arange(first, span.start + span.count, device=device)
-    return sees(keys[span.start - first :], keys, window)
+    return sees(keys[span.start - first :], keys, window, span.blocks)
 
 
 def _block_mask(
-    start: int, group: int, first: int, window: int | None, device: torch.device
+    start: int,
+    group: int,
+    first: int,
+    end: int,
+    window: int | None,
+    blocks: tuple[tuple[int, int], ...],
+    device: torch.device,
 ) -> torch.Tensor:
-    """Make the mask, float32 [BLOCK * group, start + BLOCK - first], for queries ordered by
-    position, then group, and keys from position ``first`` on."""
+    """Make the mask, float32 [BLOCK * group, end - first], for queries ordered by position, then
+    group, and keys from position ``first`` on."""
     positions = torch.arange(start, start + BLOCK, device=device).repeat_interleave(group)
-    hidden = ~sees(positions, torch.arange(first, start + BLOCK, device=device), window)
+    hidden = ~sees(positions, torch.arange(first, end, device=device), window, blocks)
     return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -math.inf)
 
 

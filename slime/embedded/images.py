@@ -70,8 +70,7 @@ class ImageRequests:
         images: list[SequenceImage] = []
         end = 0
         for number, ((start, length), source) in enumerate(zip(runs, sources), start=1):
-            key, prepared = self._image(number, source)
-            rows, columns = (size // self.vision.merge_size for size in prepared.grid[1:])
+            key, prepared, (rows, columns) = self._image(number, source)
             if length not in (1, rows * columns):
                 raise BadRequest(
                     f"image {number} is {rows} x {columns} = {rows * columns} tokens, the prompt "
@@ -86,8 +85,8 @@ class ImageRequests:
         whole += ids[end:]
         return whole, SequenceImages(images, len(whole))
 
-    def _image(self, number: int, source: str) -> tuple[bytes, PreparedImage]:
-        """Return the digest of an image's bytes, and the image."""
+    def _image(self, number: int, source: str) -> tuple[bytes, PreparedImage, tuple[int, int]]:
+        """Return the digest of an image's bytes, the image, and its rows and columns of tokens."""
         text = source
         if source.startswith("data:"):
             head, _, text = source.partition(",")
@@ -101,7 +100,9 @@ class ImageRequests:
             )
         try:
             data = base64.b64decode(text, validate=True)
-            return hashlib.sha256(data).digest(), self.reader.read(data)
+            prepared = self.reader.read(data)
+            size = self.vision.size_in_tokens(prepared.grid)
+            return hashlib.sha256(data).digest(), prepared, size
         except binascii.Error as error:
             raise BadRequest(f"image {number} is not valid base64: {error}", _FIELD) from error
         except ImageError as error:
@@ -124,6 +125,11 @@ class SequenceImages:
         self._length = length
         self._known = rotary_positions(length, [image.span for image in images])
         self._ahead = int(self._known[:, -1].max()) + 1 - length
+
+    def blocks(self, start: int, end: int) -> tuple[tuple[int, int], ...]:
+        """Return (start, end) of the images that have tokens from ``start`` to ``end``."""
+        spans = [image.span for image in self.images]
+        return tuple((one.start, one.end) for one in spans if one.start < end and one.end > start)
 
     def axis_positions(self, start: int, count: int) -> np.ndarray:
         """Return the rotary positions of tokens, int64 [3, count]."""

@@ -220,7 +220,9 @@ class Decoder:
         """
         if positions.dim() == 1:
             return table[positions]
-        axes = frequency_axes(self.arch.spec).to(table.device)
+        axes = frequency_axes(self.arch.spec)
+        assert axes is not None
+        axes = axes.to(table.device)
         whole = axes.repeat_interleave(2) if self.arch.rope.interleaved else axes.repeat(2)
         pairs = torch.arange(len(whole), device=table.device)
         return table[positions[whole].t(), 0, pairs][:, None]

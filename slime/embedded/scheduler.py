@@ -236,7 +236,9 @@ class Scheduler:
         offset = 0
         for (sequence, count), slot in zip(chunks, slots):
             keep = self._states_to_keep(sequence, count)
-            spans.append(PrefillChunk(slot, sequence.num_computed, count, offset, keep))
+            start = sequence.num_computed
+            blocks = self._blocks(sequence, start, start + count)
+            spans.append(PrefillChunk(slot, start, count, offset, keep, blocks))
             offset += count
         hidden = self._forward_prefill(chunks, spans)
         seconds = time.monotonic() - begin
@@ -269,9 +271,20 @@ class Scheduler:
                         break
                     if count <= 0:  # the least that keeps the chunks where they are
                         count = min(sequence.num_to_compute, CHUNK - sequence.num_computed % CHUNK)
+                end = sequence.num_computed + count
+                for _, last in self._blocks(sequence, end - 1, end):
+                    count = last - sequence.num_computed  # attention needs all of an image
                 chunks.append((sequence, count))
                 budget = max(0, budget - count)
         return chunks
+
+    def _blocks(self, sequence: Sequence, start: int, end: int) -> tuple[tuple[int, int], ...]:
+        """Return (start, end) of the images between two positions whose tokens attend to each other
+        in both directions."""
+        vision = self.cache.arch.spec.vision
+        if sequence.images is None or vision is None or not vision.kind.bidirectional:
+            return ()
+        return sequence.images.blocks(start, end)
 
     def _states_to_keep(self, sequence: Sequence, count: int) -> tuple[int, ...]:
         """Choose positions in the next ``count`` tokens at which to keep a copy of the state: where
@@ -370,17 +383,20 @@ class Scheduler:
     def _images(
         self, places: list[tuple[Sequence, int, int]]
     ) -> tuple[torch.Tensor | None, SeenImages | None]:
-        """Return rotary positions [3, tokens] and image features that replace tokens; None if no
-        sequence has images."""
+        """Return rotary positions [3, tokens], None if tokens have one position, and image features
+        that replace tokens; None if no sequence has images."""
         if all(sequence.images is None for sequence, _, _ in places):
             return None, None
-        assert self.store.tower is not None
-        axis_positions = np.concatenate(
-            [s.axis_positions(start, count) for s, start, count in places], axis=1
-        )
+        vision = self.cache.arch.spec.vision
+        assert self.store.tower is not None and vision is not None
         own = [(sequence.images, start, count) for sequence, start, count in places]
         device = self.cache.device
         seen = self._features.see(self.store.tower, self.store.epoch, own, device)
+        if not vision.kind.has_axes:
+            return None, seen
+        axis_positions = np.concatenate(
+            [s.axis_positions(start, count) for s, start, count in places], axis=1
+        )
         return torch.from_numpy(axis_positions).to(device), seen
 
     def _adapted(self, places: list[tuple[Sequence, int]]) -> AdaptedRows | None:

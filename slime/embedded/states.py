@@ -118,6 +118,8 @@ class PrefillChunk:
         offset: row of the first new token in the packed batch.
         keep: positions after ``start``, by multiples of `CHUNK`, at which copies of the state are
             kept.
+        blocks: (start, end) of images among the tokens, whose tokens attend to each other in both
+            directions. Each ends with the chunk at the latest.
     """
 
     slot: int
@@ -125,6 +127,7 @@ class PrefillChunk:
     count: int
     offset: int
     keep: tuple[int, ...] = ()
+    blocks: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass

@@ -193,7 +193,7 @@ class WeightStore:
             WeightError: parameters are missing, unknown, or of another shape.
         """
         reader = HfReader(path)
-        reader.arrange_experts(self.arch.family, self.arch.spec)
+        reader.arrange(self.arch.family, self.arch.spec)
         names = sorted(filter(self._takes, reader.names()))
         shapes = {name: tuple(reader[name].shape) for name in names}
         absent = [name for name in self.names if name not in shapes]

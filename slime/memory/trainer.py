@@ -30,7 +30,7 @@ from slime.models.layouts import Layout, SomeParts
 from slime.models.mixers import Kernels, mixers_of
 from slime.models.spec import ModelSpec
 from slime.models.table import Parameter
-from slime.models.vision import frozen_parts
+from slime.models.vision import frozen_parts, is_projector
 
 #: Elements per bucket of optimizer states that are streamed from host memory to the device and
 #: back, and buckets on the device at a time. Copies of 64 MiB reach the full speed of the link.
@@ -456,7 +456,8 @@ class StageMemory:
         if vision is None or self.number:
             return {}
         is_trained = any(
-            p.parameter.rule.is_vision and "merger" not in p.parameter.name for p in self._learning
+            p.parameter.rule.is_vision and not is_projector(p.parameter.name)
+            for p in self._learning
         )
         wide, within = vision.kind.kept
         kept = wide * vision.hidden_size + within * vision.inner_size

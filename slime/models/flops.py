@@ -3,12 +3,14 @@ forecasts."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from slime.models.mixers import mixer_of
 from slime.models.spec import HfConfig, ModelSpec
 from slime.models.table import ModelFamily
+from slime.models.vision import is_projector
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ def _tower(family: ModelFamily, spec: ModelSpec) -> tuple[float, float, int]:
     weights = 0.0
     for parameter in family.parameters(spec, ()):
         rule = parameter.rule
-        if rule.is_vision and rule.columns is not None and "pos_embed" not in parameter.name:
-            weights += parameter.numel * (1 if "merger" in parameter.name else merge)
+        is_matrix = rule.is_vision and rule.columns is not None
+        if is_matrix and not re.search("pos_embed|position_embedding", parameter.name):
+            weights += parameter.numel * (1 if is_projector(parameter.name) else merge)
     pair = 4.0 * spec.vision.hidden_size * spec.vision.depth
     return 2.0 * weights, pair, merge

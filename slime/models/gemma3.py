@@ -1,5 +1,5 @@
 """Gemma 3 from 4B on (``Gemma3ForConditionalGeneration``): vision models with the decoder of Gemma
-3's text models. Only the text part is trained."""
+3's text models."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from slime.models.gemma3_text import gemma3_spec
 from slime.models.nested import MODULES_UNDER, TOWER_AND_PROJECTOR, text_config, under
+from slime.models.siglip import GEMMA3_VISION, SIGLIP_NAMES, SIGLIP_TOWER, read_siglip
 from slime.models.spec import ModelSpec
 from slime.models.table import POST_NORM_RULES, ModelFamily
 
@@ -19,9 +20,12 @@ GEMMA3 = ModelFamily(
     name="gemma3",
     model_types=("gemma3",),
     architectures=("Gemma3ForConditionalGeneration",),
-    rules=under(POST_NORM_RULES),
+    rules=(*under(POST_NORM_RULES), *SIGLIP_TOWER),
     make_spec=_spec,
     ignored=TOWER_AND_PROJECTOR,
     carried=TOWER_AND_PROJECTOR,
+    vision=GEMMA3_VISION,
+    read_vision=read_siglip,
+    other_names=SIGLIP_NAMES,
     modules=MODULES_UNDER,
 )

@@ -31,8 +31,9 @@ class PreparedImage(NamedTuple):
     """An image as the input of a vision tower.
 
     Attributes:
-        pixels: float32 [patches, values per patch].
-        grid: frames, rows and columns of patches.
+        pixels: float32 [patches, values per patch]; for processors that scale all images to one
+            size, [1, channels, rows, columns].
+        grid: frames, rows and columns of patches; of pixels for processors of one size.
     """
 
     pixels: Tensor
@@ -49,7 +50,8 @@ class ImageReader:
     Attributes:
         processor: transformers' image processor.
     Raises:
-        UserError: the directory has no image processor, or Pillow is missing.
+        UserError: the directory has no image processor, or one with settings that are not
+            supported, or Pillow is missing.
     """
 
     def __init__(
@@ -72,8 +74,22 @@ class ImageReader:
                 fix="add the preprocessor_config.json that was published with the weights; "
                 "pip install pillow, if it is missing",
             ) from error
+        if getattr(self.processor, "do_pan_and_scan", None):
+            raise UserError(
+                f"{model_path} prepares images with pan and scan, which is not supported",
+                why="do_pan_and_scan of its preprocessor_config.json adds crops of an image to the "
+                "prompt",
+                fix="set do_pan_and_scan to false there, as published",
+            )
         if max_pixels is not None:
             size = dict(self.processor.size)
+            if "longest_edge" not in size:
+                raise UserError(
+                    "--image-max-pixels has no effect on this model",
+                    why=f"its image processor scales all images to {size['height']} x "
+                    f"{size['width']} pixels",
+                    fix="leave it out",
+                )
             size["longest_edge"] = min(max_pixels, size["longest_edge"])
             size["shortest_edge"] = min(size["shortest_edge"], size["longest_edge"])
             self.processor.size = size
@@ -95,11 +111,6 @@ class ImageReader:
             setattr(other.processor, name, value)
         other._clear()
         return other
-
-    @property
-    def merge_size(self) -> int:
-        """Patches per token in each direction."""
-        return int(self.processor.merge_size)
 
     def read(self, data: bytes) -> PreparedImage:
         """Decode and prepare an encoded image (PNG, JPEG, …). Thread-safe.
@@ -147,6 +158,8 @@ class ImageReader:
         except (ValueError, TypeError, ZeroDivisionError) as error:
             raise ImageError(f"the image processor refuses it: {error}") from error
         pixels = torch.as_tensor(found["pixel_values"], dtype=torch.float32)
+        if "image_grid_thw" not in found:
+            return PreparedImage(pixels, (1, int(pixels.shape[-2]), int(pixels.shape[-1])))
         frames, rows, columns = (int(size) for size in found["image_grid_thw"][0])
         return PreparedImage(pixels, (frames, rows, columns))
 

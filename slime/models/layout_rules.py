@@ -59,7 +59,8 @@ def check_layout(spec: ModelSpec, config: Config) -> None:
     """Refuse layouts that do not divide the model.
 
     Raises:
-        UserError: names a flag, its value and the number that is not divisible by the value.
+        UserError: names a flag, its value and the number that is not divisible by the value; or
+            attention by Transformer Engine cannot compute the model.
     """
     megatron = config.megatron
     tensor = megatron.tensor_model_parallel_size
@@ -108,6 +109,7 @@ def check_layout(spec: ModelSpec, config: Config) -> None:
             fix="leave --sequence-parallel out, or raise the size",
         )
     _check_levels(spec, config)
+    _check_bidirectional(spec, config)
     check_heads(spec.num_heads, tensor, megatron.context_parallel_size)
     for mixer in mixers_of(spec.transformer):
         if mixer.state is not None:
@@ -163,6 +165,21 @@ def _check_levels(spec: ModelSpec, config: Config) -> None:
                 f"the first stage has only {first} layers",
                 fix="use fewer stages",
             )
+
+
+def _check_bidirectional(spec: ModelSpec, config: Config) -> None:
+    """
+    Raises:
+        UserError: tokens of images attend to later ones, which Transformer Engine is not told.
+    """
+    is_bidirectional = spec.vision is not None and spec.vision.kind.bidirectional
+    if is_bidirectional and config.train.transformer_impl == "transformer_engine":
+        raise UserError(
+            f"--transformer-impl transformer_engine cannot compute images of {spec.family}",
+            why="the tokens of an image attend to each other in both directions, and its kernels "
+            "for packed sequences are causal",
+            fix="pass --transformer-impl local, or leave --multimodal-keys out",
+        )
 
 
 def _stage_rule(spec: ModelSpec, config: Config) -> tuple[int, int, str, str]:

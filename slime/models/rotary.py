@@ -59,10 +59,11 @@ def layer_frequencies(spec: ModelSpec, kind: RotaryKind) -> tuple[Tensor, float]
     return inverse_frequencies(spec.rotary_dim, base, scaling, spec.max_position_embeddings)
 
 
-def frequency_axes(spec: ModelSpec) -> Tensor:
-    """Return which of a token's three positions rotates each pair of dimensions in a vision model:
-    int64 [rotated dimensions / 2]."""
-    assert spec.vision is not None
+def frequency_axes(spec: ModelSpec) -> Tensor | None:
+    """Return which of a token's three positions rotates each pair of dimensions: int64 [rotated
+    dimensions / 2]; None if tokens have one position."""
+    if spec.vision is None or not spec.vision.kind.has_axes:
+        return None
     return torch.from_numpy(spec.vision.frequency_axes(spec.rotary_dim // 2))
 
 

@@ -24,7 +24,7 @@ Importing the tables imports no torch, as the launch compares a directory with t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -188,6 +188,9 @@ class ModelFamily:
         fused: Linear layers that an engine concatenates while loading; a weight push keeps them
             together.
         vision: the vision tower, if the table includes it.
+        read_vision: config dict, ``vision``, hidden size → VisionSpec; raises UserError.
+        other_names: (regular expression, replacement) of the beginning of other names of the
+            tower's tensors, which are read as those of the table.
         modules: how transformers names the modules.
     """
 
@@ -200,6 +203,8 @@ class ModelFamily:
     carried: tuple[str, ...] = ()
     fused: tuple[FusedLoad, ...] = ()
     vision: VisionKind | None = None
+    read_vision: Callable[[Mapping[str, Any], VisionKind, int], VisionSpec] = read_vision
+    other_names: tuple[str, str] | None = None
     modules: ModuleNames = SAME_NAMES
 
     def describe(self, hf_config: HfConfig) -> ModelSpec:
@@ -220,7 +225,7 @@ class ModelFamily:
                 "are trained only on text",
                 fix="leave --multimodal-keys out, or use Qwen3-VL",
             )
-        return replace(spec, vision=read_vision(config, self.vision, spec.hidden_size))
+        return replace(spec, vision=self.read_vision(config, self.vision, spec.hidden_size))
 
     def model_spec(self, hf_config: HfConfig) -> ModelSpec:
         """Read the architecture of a model that Megatron can train.

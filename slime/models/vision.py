@@ -7,6 +7,7 @@ all code that builds from the config.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -46,18 +47,28 @@ class VisionKind:
         names: regular expression (full match) of its Hugging Face tensors.
         interleaved: time, row and column alternate among the rotary frequencies; otherwise each has
             a contiguous section.
-        sections: default of ``mrope_section``.
+        sections: default of ``mrope_section``; () if tokens of images have the positions of text.
         has_levels: features of inner blocks are added after the first decoder layers (DeepStack).
         kept: activations that a block keeps per patch for its backward pass, in multiples of its
             hidden size and of its MLP's inner size. Measured.
+        bidirectional: the tokens of an image attend to all tokens of the same image.
+        around: text that the model's own processor writes before and after each image of a rendered
+            prompt.
     """
 
     module: str
-    sections: tuple[int, int, int]
+    sections: tuple[int, ...]
     names: str = r"model\.visual\..*"
     interleaved: bool = True
     has_levels: bool = False
     kept: tuple[float, float] = (11, 2)
+    bidirectional: bool = False
+    around: str = ""
+
+    @property
+    def has_axes(self) -> bool:
+        """Tell whether tokens have positions in time, row and column."""
+        return bool(self.sections)
 
 
 @dataclass(frozen=True)
@@ -77,10 +88,21 @@ class VisionSpec:
     image_token: int
     start_token: int
     end_token: int
-    sections: tuple[int, int, int]
+    sections: tuple[int, ...]
+
+    def size_in_tokens(self, grid: tuple[int, int, int]) -> tuple[int, int]:
+        """Return rows and columns of a prepared image, in tokens.
+
+        Args:
+            grid: as in `slime.models.images.PreparedImage`.
+        Raises:
+            ImageError: the tower does not take images of this size.
+        """
+        _, rows, columns = grid
+        return rows // self.merge_size, columns // self.merge_size
 
     def placeholder(self, tokenizer: Any) -> str:
-        """Return the text that stands for an image in a prompt."""
+        """Return the text that stands for an image in a message."""
         ids = [self.start_token, self.image_token, self.end_token]
         return "".join(tokenizer.convert_ids_to_tokens(ids))
 
@@ -149,9 +171,20 @@ class VisionSpec:
         return axes
 
 
+_PROJECTOR = "(merger|multi_modal_projector)"
+
+
+def is_projector(name: str) -> bool:
+    """Tell whether a parameter of the vision model belongs to its projector."""
+    return re.search(_PROJECTOR, name) is not None
+
+
 def frozen_parts(*, tower: bool, projector: bool) -> tuple[str, ...]:
     """Return regular expressions (re.search) of Megatron's names of frozen parts."""
-    parts = ((tower, r"^vision_model\.(?!.*merger)"), (projector, r"^vision_model\..*merger"))
+    parts = (
+        (tower, rf"^vision_model\.(?!.*{_PROJECTOR})"),
+        (projector, rf"^vision_model\..*{_PROJECTOR}"),
+    )
     return tuple(pattern for is_frozen, pattern in parts if is_frozen)
 
 

@@ -238,8 +238,7 @@ class ImagePrompts:
             ImageError: it cannot be read.
             OSError: its file is not there.
         """
-        _, rows, columns = self.reader.grid(bytes_of(source))
-        return rows // self.vision.merge_size, columns // self.vision.merge_size
+        return self.vision.size_in_tokens(self.reader.grid(bytes_of(source)))
 
     def num_tokens(self, sources: Iterable[Source]) -> int:
         """Return how many tokens images have in addition to one placeholder each."""

@@ -215,6 +215,8 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
     prompt = _text(value, form) if messages is None else messages
     if isinstance(prompt, str) and parts is not None:
         prompt = parts.text(prompt)
+        if not form.apply_chat_template:
+            prompt = _surrounded(prompt, form, parts)
     keys: Iterable[str] = ()
     if messages:
         source = template_source(tokenizer)
@@ -263,16 +265,26 @@ def _with_images(
         prompt.image_tokens = _missing_placeholders([length for _, length in runs], prompt, prompts)
         return prompt
     prompt.images = form.images.of_row(row, parts)
-    written = str(prompt.text).count(parts.placeholder)
+    shown = parts.placeholder
+    if isinstance(prompt.text, str):
+        shown = _surrounded(shown, form, parts)
+    written = str(prompt.text).count(shown)
     if written != len(prompt.images):
         raise RowProblem(
             "have placeholders of images in their text, or a chat template that leaves images out",
-            f"{written} placeholders {parts.placeholder} are written for {len(prompt.images)} "
-            "images",
+            f"{written} placeholders {shown!r} are written for {len(prompt.images)} images",
             "remove these rows",
         )
     prompt.image_tokens = prompts.num_tokens(prompt.images)
     return prompt
+
+
+def _surrounded(text: str, form: RowFormat, parts: ImageParts) -> str:
+    """Return a text with what the model's processor writes around each image."""
+    assert form.images is not None
+    prompts = image_prompts(form.images.model_path, form.images.max_pixels)
+    around = prompts.vision.kind.around
+    return text.replace(parts.placeholder, f"{around}{parts.placeholder}{around}")
 
 
 def _missing_placeholders(written: list[int], prompt: Prompt, prompts: ImagePrompts) -> int:

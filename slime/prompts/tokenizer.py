@@ -4,6 +4,8 @@ network."""
 from __future__ import annotations
 
 import functools
+import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from slime.errors import UserError
+from slime.models.gemma3 import GEMMA3
+from slime.models.siglip import GEMMA3_VISION, image_tokens
 from slime.processes.garbage import paused
 from slime.prompts.chat_template import carries_template, end_of_turn_tokens, template_markers
 
@@ -58,12 +62,16 @@ def load_tokenizer(
             with paused():
                 from transformers import PreTrainedTokenizerFast
 
-            return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+            found = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+            _surround_images(found, folder)
+            return found
         with paused():
             from transformers import AutoTokenizer
 
         options = {"local_files_only": True, "trust_remote_code": trust_remote_code, **kwargs}
-        return AutoTokenizer.from_pretrained(path, **options)
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        _surround_images(tokenizer, folder)
+        return tokenizer
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         if "trust_remote_code" in str(error) and not trust_remote_code:
             raise UserError(
@@ -80,17 +88,42 @@ def load_tokenizer(
         ) from error
 
 
+def _surround_images(tokenizer: Any, folder: Path) -> None:
+    """Let the chat template of a Gemma 3 write empty lines before and after each image, as the
+    model's own processor does with rendered prompts. Templates drop them at the ends of messages.
+
+    A template that marks answers with ``generation`` stays as it is, since a filter around it would
+    move the marks; rows with images are then refused.
+    """
+    config = _json_of(folder / "config.json")
+    template = tokenizer.chat_template
+    if config.get("model_type") not in GEMMA3.model_types or not isinstance(template, str):
+        return
+    pieces = tokenizer.convert_ids_to_tokens(list(image_tokens(config)))
+    if None in pieces or re.search(r"{%-?\s*generation", template):
+        return
+    image = "".join(pieces)
+    around = GEMMA3_VISION.around
+    words = ", ".join(json.dumps(text) for text in (image, f"{around}{image}{around}"))
+    tokenizer.chat_template = f"{{% filter replace({words}) %}}{template}{{% endfilter %}}"
+
+
 def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def _brings_code(folder: Path) -> bool:
     """Whether the directory names its own tokenizer class; transformers may have the same class."""
+    return bool(_json_of(folder / "tokenizer_config.json").get("auto_map"))
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    """Return the object in a file; {} if there is none."""
     try:
-        found = orjson.loads((folder / "tokenizer_config.json").read_bytes())
+        found = orjson.loads(path.read_bytes())
     except (OSError, orjson.JSONDecodeError):
-        return False
-    return isinstance(found, dict) and bool(found.get("auto_map"))
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 @functools.lru_cache(maxsize=8)

@@ -48,6 +48,21 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
     return ("--hf-checkpoint", model, "--prompt-data", data, "--multimodal-keys", keys, *context)
 
 
+def test_gemma_learns_from_images(run: Run, seeing: tuple[object, ...], tmp_path: Path) -> None:
+    """Its tokens of an image attend in both directions, in trainer and engine."""
+    model = save_seeing_with_tokenizer(tmp_path / "gemma", "gemma3")
+    result = run("seeing-gemma", *GRPO, "--hf-checkpoint", model, *seeing[2:], "--num-rollout", 2)
+    assert max(result.series("train/train_rollout_logprob_abs_diff")) <= 1e-5
+    assert max(result.series("train/canary_logprob_abs_diff_max")) <= 1e-5
+    assert min(result.series("train/canary_image_abs_diff")) > 1e-4
+    before = load_file(model / "model.safetensors")
+    [file] = result.path.glob("model/*.safetensors")
+    after = load_file(file)
+    assert before.keys() == after.keys()
+    moved = {key for key, one in before.items() if not torch.equal(one, after[key])}
+    assert any(key.startswith("vision_tower.") for key in moved)
+
+
 def dumps(run: Run, name: str) -> tuple[object, ...]:
     path = run.outputs / name / "dumps" / "{rollout_id}.pt"  # type: ignore[attr-defined]
     return ("--save-debug-rollout-data", path)

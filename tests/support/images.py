@@ -12,14 +12,16 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from slime.models.images import ImageReader
 from slime.models.vision import ImageSpan
 from slime.samples.media import Media
 from tests.support.embedded_models import byte_tokenizer
-from tests.support.tiny_models import DELTA, SHAPE, save_random
+from tests.support.tiny_models import DELTA, OTHER_FAMILIES, SHAPE, save_random
 
 #: Flags of a run that reads images.
 IMAGES: dict[str, Any] = {"multimodal_keys": {"image": "images"}}
@@ -67,7 +69,25 @@ SEEING: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
         {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 40},
         TOWER,
     ),
+    # images of 9 tokens, longer than the window
+    "gemma3": (
+        transformers.Gemma3Config,
+        OTHER_FAMILIES["gemma3_text"][1],
+        {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "image_size": 24,
+            "patch_size": 4,
+            "vision_use_head": False,
+        },
+    ),
 }
+#: Prefix of the tower of Gemma 3 in published files; transformers writes a shorter one.
+SIGLIP = "vision_tower.vision_model."
+#: Side of an image of Gemma 3, in tokens.
+GEMMA_SIDE = 3
 #: How far log-probs may lie from transformers: a gated delta net divides by what is small here.
 CLOSE = {"qwen3_5": 5e-4, "qwen3_5_moe": 5e-4}
 
@@ -85,6 +105,8 @@ def save_seeing(
         tokens: before and behind an image, and its placeholder.
     """
     config_class, decoder, tower = SEEING[kind]
+    if kind == "gemma3":
+        return _save_gemma(directory, tokens, text)
     config = config_class(
         text_config={**SHAPE, **decoder, "tie_word_embeddings": False, **text},
         vision_config=tower,
@@ -98,6 +120,40 @@ def save_seeing(
     Qwen2VLImageProcessorPil(
         patch_size=4,
         size={"shortest_edge": 64, "longest_edge": 4096},
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    ).save_pretrained(directory)
+    return model
+
+
+def _save_gemma(directory: Path, tokens: Sequence[int], text: dict[str, Any]) -> torch.nn.Module:
+    config_class, decoder, tower = SEEING["gemma3"]
+    config = config_class(
+        text_config={**SHAPE, **decoder, "tie_word_embeddings": True, **text},
+        vision_config=tower,
+        mm_tokens_per_image=GEMMA_SIDE**2,
+        boi_token_index=tokens[0],
+        eoi_token_index=tokens[1],
+        image_token_index=tokens[2],
+    )
+    model: Any = save_random(config, directory, scale=8)
+    with torch.no_grad():
+        for parameter in model.model.vision_tower.parameters():
+            if parameter.dim() > 1:  # SigLIP begins with larger weights than decoders
+                parameter.div_(8)
+        # transformers begins with zeros
+        model.model.multi_modal_projector.mm_input_projection_weight.normal_(std=0.2)
+    names = {"model.language_model.": "language_model.model.", "model.vision_tower.": SIGLIP}
+    names |= {"model.multi_modal_projector.": "multi_modal_projector."}
+    published = {
+        names[prefix] + name.removeprefix(prefix): parameter.detach().clone()
+        for name, parameter in model.named_parameters()
+        for prefix in names
+        if name.startswith(prefix)
+    }
+    save_file(published, directory / "model.safetensors", metadata={"format": "pt"})
+    Gemma3ImageProcessorPil(
+        size={"height": tower["image_size"], "width": tower["image_size"]},
         image_mean=[0.5] * 3,
         image_std=[0.5] * 3,
     ).save_pretrained(directory)
@@ -133,7 +189,10 @@ def with_images(
             tokens += piece
             continue
         _, rows, columns = reader.read(PICTURES[piece]).grid
-        span = ImageSpan(len(tokens) + 1, rows // 2, columns // 2)
+        size = (rows // 2, columns // 2)
+        if "size" in vars(reader.processor) and "height" in dict(reader.processor.size):
+            size = (GEMMA_SIDE, GEMMA_SIDE)
+        span = ImageSpan(len(tokens) + 1, *size)
         media.append(Media(span, piece))
         tokens += [START, *[PAD] * span.length, END]
     return tokens, media
@@ -150,9 +209,12 @@ def reference_logits(
     kinds = torch.zeros_like(ids, dtype=torch.int)
     for one in media:
         kinds[0, one.span.start : one.span.end] = 1
+    pixels = torch.cat([image.pixels for image in images])
+    if model.config.model_type == "gemma3":
+        return model(ids, pixel_values=pixels, token_type_ids=kinds).logits[0]
     found = model(
         ids,
-        pixel_values=torch.cat([image.pixels for image in images]),
+        pixel_values=pixels,
         image_grid_thw=torch.tensor([image.grid for image in images]),
         mm_token_type_ids=kinds,
     )
@@ -164,7 +226,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     return found
 
 
-def save_seeing_with_tokenizer(directory: Path, **text: Any) -> Path:
+def save_seeing_with_tokenizer(directory: Path, kind: str = "qwen3_vl", **text: Any) -> Path:
     """A random model that sees images and whose tokens are bytes; a turn ends with
     ``<|im_end|>``."""
     tokenizer = byte_tokenizer()
@@ -172,6 +234,6 @@ def save_seeing_with_tokenizer(directory: Path, **text: Any) -> Path:
         {"additional_special_tokens": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]}
     )
     ids = tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"])
-    save_seeing(directory, tokens=ids, vocab_size=272, eos_token_id=257, **text)
+    save_seeing(directory, kind, tokens=ids, vocab_size=272, eos_token_id=257, **text)
     tokenizer.save_pretrained(directory)
     return directory

@@ -99,7 +99,7 @@ def first(result: Result) -> str:
     return best.best.what
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl", "gemma3"])
 def test_sides_that_see_alike(kind: str, tmp_path: Path) -> None:
     """Engine, trainer and reference agree, and all that is tried about images changes something."""
     save_seeing(tmp_path, kind)

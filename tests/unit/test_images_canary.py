@@ -69,7 +69,9 @@ def canary_of(model: Path, engine: Engine) -> Canary:
     return canary
 
 
-def test_an_engine_that_sees_as_the_trainer_does_is_sound(model: Path) -> None:
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+def test_an_engine_that_sees_as_the_trainer_does_is_sound(kind: str, tmp_path: Path) -> None:
+    model = save_seeing_with_tokenizer(tmp_path, kind, max_position_embeddings=512)
     found = canary_of(model, Engine(model)).check("a weight push")
     assert found["train/canary_logprob_abs_diff_max"] <= 1e-5
     assert found["train/canary_image_abs_diff"] > 1e-3
@@ -86,16 +88,25 @@ def test_another_tower_is_found(part: str, model: Path) -> None:
         canary.check("a weight push")
 
 
-@pytest.mark.parametrize("lost", ["features", "levels", "positions"])
+@pytest.mark.parametrize(
+    ("kind", "lost"),
+    [
+        *(("qwen3_vl", lost) for lost in ("features", "levels", "positions")),
+        *(("gemma3", lost) for lost in ("features", "directions")),
+    ],
+)
 def test_an_engine_that_ignores_a_part_of_images_is_found(
-    lost: str, model: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    model = save_seeing_with_tokenizer(tmp_path, kind, max_position_embeddings=512)
     engine = Engine(model)
     canary = canary_of(model, engine)
     if lost == "features":
         monkeypatch.setattr(SeenImages, "placed", lambda self, hidden: hidden)
     elif lost == "levels":
         monkeypatch.setattr(SeenImages, "added", lambda self, hidden, layer: hidden)
+    elif lost == "directions":
+        monkeypatch.setattr(engine.scheduler, "_blocks", lambda *_: ())
     else:
         decoder = engine.scheduler.store.model
         whole = decoder.forward

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from transformers import AutoTokenizer
 
 from slime.config import Config, make_config
 from slime.errors import UserError
@@ -97,6 +98,26 @@ def test_paths_are_referred_to_and_bytes_are_kept_once(model: Path, tmp_path: Pa
     tokenizer = load_tokenizer(str(model))
     placeholder = image_prompts(str(model), None).placeholder(tokenizer)
     assert first.prompt == f"see {placeholder} and {placeholder}"
+
+
+@pytest.mark.parametrize("templated", [False, True])
+def test_gemma_has_empty_lines_around_images(templated: bool, tmp_path: Path) -> None:
+    """As its processor writes them into the rendered prompt; its template trims messages."""
+    model = save_seeing_with_tokenizer(tmp_path / "model", "gemma3")
+    tokenizer = load_tokenizer(str(model))
+    plain = AutoTokenizer.from_pretrained(model)
+    plain.chat_template = plain.chat_template.replace("{{ m.content }}", "{{ m.content | trim }}")
+    plain.save_pretrained(model)
+    data = write(tmp_path, {"input": "<image> and <image>", "images": [uri("square")] * 2})
+    config = config_of(model, data, apply_chat_template=templated)
+    assert validate_data(config, load_tokenizer(str(model))).error is None
+    ((first, _),) = drawn(config)
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    assert image_prompts(str(model), None).placeholder(tokenizer) == image
+    text = f"\n\n{image}\n\n and \n\n{image}\n\n"
+    if templated:
+        text = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    assert first.prompt == text
 
 
 def test_urls_are_downloaded_when_allowed(

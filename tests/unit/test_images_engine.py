@@ -54,15 +54,22 @@ def reader(directory: Path, model: Any) -> ImageReader:
 
 
 @pytest.mark.parametrize("kind", SEEING)
-@pytest.mark.parametrize("prefill_tokens", [2048, 7])
+@pytest.mark.parametrize(
+    ("prefill_tokens", "deterministic"), [(2048, False), (7, False), (7, True)]
+)
 def test_log_probs_are_those_of_transformers(
-    prefill_tokens: int, kind: str, tmp_path: Path
+    prefill_tokens: int, deterministic: bool, kind: str, tmp_path: Path
 ) -> None:
     """Prompt and sampled tokens, in one batch; the sampled ones by one forward of all."""
     directory = tmp_path
     model = save_seeing(directory, kind)
     reader = ImageReader(directory)
-    scheduler = make_scheduler(directory, sees_images=True, prefill_tokens=prefill_tokens)
+    scheduler = make_scheduler(
+        directory,
+        sees_images=True,
+        prefill_tokens=prefill_tokens,
+        deterministic=deterministic,
+    )
     made = [
         sequence_of(
             scheduler,
@@ -109,6 +116,24 @@ def test_another_image_behind_the_same_tokens_is_seen(directory: Path, reader: I
     assert made["square-1"].output_logprobs == pytest.approx(made["square-3"].output_logprobs)
     assert made["square-1"].output_logprobs != made["other-1"].output_logprobs
     assert made["other-1"].num_cached <= 2 < made["square-3"].num_cached
+
+
+def test_a_prefix_may_end_within_an_image(tmp_path: Path) -> None:
+    """Of Gemma 3: its first tokens are cached, and have seen the others."""
+    model = save_seeing(tmp_path, "gemma3")
+    reader = ImageReader(tmp_path)
+    scheduler = make_scheduler(tmp_path, sees_images=True)
+    pieces = [[1, 2], "square", [9, 8, 7]]
+    for start in (0, 6):
+        options: dict[str, Any] = {"max_new_tokens": 1, "logprob_start": start}
+        sequence, media = sequence_of(scheduler, reader, pieces, rid=str(start), **options)
+        run(scheduler, [sequence])
+    assert media[0].span.start < sequence.num_cached < media[0].span.end
+    tokens = sequence.prompt.tolist()
+    with torch.no_grad():
+        scores = reference_logits(model, reader, tokens, media)[:-1].log_softmax(-1)
+    theirs = scores.gather(1, torch.tensor(tokens)[1:, None])[6:, 0]
+    assert (torch.tensor(sequence.input_logprobs) - theirs).abs().max() <= 5e-6
 
 
 def test_a_retracted_sequence_sees_its_images_again(

@@ -21,10 +21,17 @@ from slime.memory.plan import facts_of
 from slime.memory.trainer import StageMemory
 from slime.models import family_of
 from slime.models.flops import sequence_cost
-from slime.models.vision import VisionKind, VisionSpec, seeing
+from slime.models.images import ImageReader
+from slime.models.vision import ImageError, VisionKind, VisionSpec, seeing
 from slime.run.preflight import check_architecture
 from tests.support.hf_configs import config_of
-from tests.support.images import IMAGES, save_seeing, save_seeing_with_tokenizer
+from tests.support.images import (
+    IMAGES,
+    picture,
+    read_config,
+    save_seeing,
+    save_seeing_with_tokenizer,
+)
 from tests.support.tiny_models import save_tiny
 
 
@@ -73,8 +80,8 @@ def test_flags_of_images_without_images_have_no_effect(flag: str) -> None:
 
 
 def test_models_that_see_nothing_are_refused_before_the_launch(tmp_path: Path) -> None:
-    save_tiny("gemma3", tmp_path)
-    with pytest.raises(UserError, match="images cannot be trained with models of the family gemma"):
+    save_tiny("mistral3", tmp_path)
+    with pytest.raises(UserError, match="images cannot be trained with models of the family mistr"):
         check_architecture(make_config(hf_checkpoint=str(tmp_path), **IMAGES))
 
 
@@ -92,6 +99,51 @@ def test_a_config_without_what_images_need_is_refused(missing: str) -> None:
     config.pop(missing, None)
     with pytest.raises(UserError, match=missing):
         family_of(config).describe(seeing(config))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"vision_config": {"image_size": None}}, "no vision_config.image_size"),
+        ({"vision_config": {"vision_use_head": True}}, "a pooling head"),
+        ({"mm_tokens_per_image": 8}, "6 x 6 patches cannot be averaged to 8 tokens"),
+        ({"mm_tokens_per_image": 16}, "6 x 6 patches cannot be averaged to 16 tokens"),
+        ({"image_token_index": 97}, "the image token 97 is outside of the vocabulary of 97"),
+    ],
+)
+def test_a_gemma_that_cannot_see_is_refused(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    save_seeing(tmp_path, "gemma3")
+    config = read_config(tmp_path)
+    tower = {**config["vision_config"], **changes.get("vision_config", {})}
+    with pytest.raises(UserError, match=said):
+        family_of(config).describe(seeing({**config, **changes, "vision_config": tower}))
+
+
+def test_settings_that_images_of_one_size_exclude_are_refused(tmp_path: Path) -> None:
+    model = str(tmp_path)
+    save_seeing(tmp_path, "gemma3")
+    with pytest.raises(UserError, match=r"--image-max-pixels has no effect(.|\n)*to 24 x 24"):
+        check_architecture(make_config(hf_checkpoint=model, image_max_pixels=65536, **IMAGES))
+    config = make_config(hf_checkpoint=model, **IMAGES)
+    by_te = replace(config, train=replace(config.train, transformer_impl="transformer_engine"))
+    with pytest.raises(UserError, match="transformer_engine cannot compute images of gemma3"):
+        check_architecture(by_te)
+    described = seeing(read_config(tmp_path))
+    with pytest.raises(UserError, match="SGLang does not compute images of gemma3"):
+        check_model(family_of(described).describe(described), described)
+    file = tmp_path / "preprocessor_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps({**settings, "size": {"height": 28, "width": 28}}))
+    reader = ImageReader(model)
+    vision = family_of(described).describe(described).vision
+    assert vision is not None
+    with pytest.raises(ImageError, match="makes it 28 x 28 pixels, and the vision tower takes 24"):
+        vision.size_in_tokens(reader.grid(picture(30, 20)))
+    file.write_text(json.dumps({**settings, "do_pan_and_scan": True}))
+    with pytest.raises(UserError, match="pan and scan, which is not supported"):
+        ImageReader(model)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +168,7 @@ def test_versions_of_sglang_that_compute_images_wrongly_are_refused(
         check_model(replace(spec, vision=vision), config)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_vl", "gemma3"])
 @pytest.mark.parametrize("version", ["0.5.16", "0.5.17"])
 def test_external_engines_that_compute_images_wrongly_are_refused(
     version: str, kind: str, tmp_path: Path
@@ -124,12 +176,16 @@ def test_external_engines_that_compute_images_wrongly_are_refused(
     save_seeing(tmp_path, kind)
     server = {"version": version, "dtype": "float32", "custom_weight_loader": [WEIGHT_PROBE]}
     engine = EngineInfo({}, server)
-    for flags, is_refused in (({}, False), (IMAGES, (kind, version) == ("qwen3_5", "0.5.16"))):
+    words = {
+        ("qwen3_5", "0.5.16"): r"SGLang 0\.5\.16(.|\n)*three rows(.|\n)*newer",
+        ("gemma3", "0.5.16"): r"SGLang, in which tokens of an image(.|\n)*embedded engine",
+        ("gemma3", "0.5.17"): r"SGLang, in which tokens of an image(.|\n)*embedded engine",
+    }
+    for flags, is_refused in (({}, False), (IMAGES, (kind, version) in words)):
         config = make_config(hf_checkpoint=str(tmp_path), **flags)
         expected: AbstractContextManager[Any] = nullcontext()
         if is_refused:
-            words = r"SGLang 0\.5\.16(.|\n)*three rows(.|\n)*newer"
-            expected = pytest.raises(UserError, match=words)
+            expected = pytest.raises(UserError, match=words[kind, version])
         with expected:
             check_fit(config, "http://engine", engine, None, lambda text: None)
 

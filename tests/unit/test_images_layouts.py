@@ -14,6 +14,7 @@ from slime.errors import UserError
 from slime.models import family_of, read_hf_config
 from slime.models.images import ImageReader
 from slime.models.layout_rules import check_layout
+from slime.models.qwen_vision import QWEN3_VL_VISION
 from slime.models.vision import seeing
 from slime.trainer.megatron.packed import PackingOptions, pack
 from tests.support.images import IMAGES, save_seeing
@@ -45,12 +46,17 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "EP2": (EP2 | ETP1, HALVES),
     "TP2+SP, recompute": (TP2 | SP | RECOMPUTE, []),
 }
+#: The softmax of attention cancels what a bias of the keys adds: its gradient is rounding.
+ROUNDING = "attn.k_proj.bias"
+#: Prefixes of a tower's tensors.
+TOWER = ("visual.", "model.visual.", "vision_tower.")
 CASES = [
     *(("qwen3_vl", name) for name in LAYOUTS if name != "EP2"),
     *(("qwen3_vl_moe", name) for name in ("EP2", "TP2+SP")),
     *(("qwen2_5_vl", name) for name in ("TP2+SP", "CP2")),
     *(("qwen3_5", name) for name in ("TP2+SP", "CP2")),
     ("qwen3_5_moe", "EP2"),
+    *(("gemma3", name) for name in LAYOUTS if name != "EP2"),
 ]
 
 
@@ -92,10 +98,14 @@ def test_a_layout_computes_what_one_process_does(
                 assert torch.allclose(values, expected[part][places[index]], atol=tolerance)
         for part in ("gradients", "weights"):
             assert rank[part].keys() == expected[part].keys()
-            differences = {n: worst(one, expected[part][n]) for n, one in rank[part].items()}
+            differences = {
+                n: worst(one, expected[part][n])
+                for n, one in rank[part].items()
+                if (part, kind) != ("gradients", "gemma3") or not n.endswith(ROUNDING)
+            }
             farthest = max(differences, key=differences.__getitem__)
             assert differences[farthest] <= tolerance, farthest
-    assert any("visual." in name for name in expected["gradients"])
+    assert any(name.startswith(TOWER) for name in expected["gradients"])
 
 
 def pixels_of_a_stage(info: Any, flags: dict[str, Any], batches: list[Any]) -> list[int]:
@@ -120,7 +130,7 @@ def test_pixels_stay_in_host_memory_until_the_tower_reads_them(alone: Callable[[
     """All micro-batches of a step are packed at once."""
     flags, batch, _ = alone("qwen3_vl")
     read = ImageReader(flags["hf_checkpoint"]).read
-    options = PackingOptions(torch.device("meta"), read_image=read)
+    options = PackingOptions(torch.device("meta"), read_image=read, vision=QWEN3_VL_VISION)
     responses = batch.response_lengths
     packed = pack([1], batch.tokens, responses, options, media=batch.media, images=batch.images)
     images = packed.sequences.images

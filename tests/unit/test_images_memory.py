@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from slime.models.qwen_vision import QWEN2_5_VISION, QWEN3_5_VISION, QWEN3_VL_VISION
+from slime.models.siglip import GEMMA3_VISION, SiglipSpec
 from slime.models.tower import build_tower, see
 from slime.models.vision import VisionKind, VisionSpec
 
@@ -22,15 +23,28 @@ KINDS = [
     (QWEN3_VL_VISION, QWEN3),
     (QWEN3_5_VISION, QWEN3),
     (QWEN2_5_VISION, {"hidden_size": 512, "intermediate_size": 1368}),
+    (GEMMA3_VISION, {"hidden_size": 512, "intermediate_size": 2048}),
 ]
 
 
 def kept_by(kind: VisionKind, sizes: dict[str, Any], depth: int, recompute: bool) -> int:
     """Bytes that are kept of an image, the tower's parameters aside."""
     config = {**sizes, **SIZES, "depth": depth}
-    vision = VisionSpec(kind, config, 9, 1, 2, kind.sections)
-    tower = build_tower(vision, torch.bfloat16, recompute).train()
     side: int = pkgutil.resolve_name(kind.module).config_class().patch_size
+    pixels = torch.randn(SIDE * SIDE, 3 * 2 * side * side)
+    vision = VisionSpec(kind, config, 9, 1, 2, kind.sections)
+    if kind is GEMMA3_VISION:
+        config = {
+            **sizes,
+            "num_attention_heads": 8,
+            "num_hidden_layers": depth,
+            "image_size": SIDE * side,
+            "patch_size": side,
+            "vision_use_head": False,
+        }
+        vision = SiglipSpec(kind, config, 9, 1, 2, (), SIDE // 4, 512)
+        pixels = torch.randn(1, 3, SIDE * side, SIDE * side)
+    tower = build_tower(vision, torch.bfloat16, recompute).train()
     parameters = {p.untyped_storage().data_ptr() for p in tower.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -41,7 +55,6 @@ def kept_by(kind: VisionKind, sizes: dict[str, Any], depth: int, recompute: bool
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        pixels = torch.randn(SIDE * SIDE, 3 * 2 * side * side)
         see(tower, pixels, torch.tensor([[1, SIDE, SIDE]]))
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 

@@ -279,8 +279,11 @@ def _pictures(sample: Scored, reader: ImageReader | None) -> dict[str, Tensor]:
     kinds = torch.zeros(1, len(sample.tokens) - 1, dtype=torch.int)
     for one in sample.media:
         kinds[0, one.span.start : one.span.end] = 1
+    pixels = torch.cat([image.pixels for image in images])
+    if not hasattr(reader.processor, "merge_size"):  # Gemma 3
+        return {"pixel_values": pixels, "token_type_ids": kinds}
     return {
-        "pixel_values": torch.cat([image.pixels for image in images]),
+        "pixel_values": pixels,
         "image_grid_thw": torch.tensor([image.grid for image in images]),
         "mm_token_type_ids": kinds,
     }

@@ -288,7 +288,8 @@ class Reference:
         images = None
         if self.images is not None:
             images = read_images(media, len(tokens), setting.sight.read or self.images.read)
-        if images is not None:
+        vision = self.arch.spec.vision
+        if images is not None and vision is not None and vision.kind.has_axes:
             moved = setting.sight.positions_of(images, count) + positions - torch.arange(count)
             axis_positions = moved.clamp(min=0)
         needed = int((positions if axis_positions is None else axis_positions).max()) + 1
@@ -306,7 +307,11 @@ class Reference:
         model.angles = angles
         try:
             with _Rounding(setting, self.arch.spec.num_experts):
-                attend = _Attention(setting, self.arch.spec, self._states(count))
+                both_ways: tuple[tuple[int, int], ...] = ()
+                is_bidirectional = vision is not None and vision.kind.bidirectional
+                if images is not None and is_bidirectional and not setting.sight.is_causal:
+                    both_ways = images.blocks(0, count)
+                attend = _Attention(setting, self.arch.spec, self._states(count), both_ways)
                 seen = None
                 if images is not None:
                     tower = self.store.tower
@@ -408,17 +413,24 @@ class _Rounding(TorchFunctionMode):
 
 
 class _Attention:
-    """Causal attention of one sequence, without a cache.
+    """Attention of one sequence, without a cache: causal, except within ``both_ways``.
 
+    Args:
+        both_ways: (start, end) of tokens that attend to each other in both directions.
     Attributes:
         states: initial states of gated delta nets.
     """
 
     def __init__(
-        self, setting: ReferenceSettings, spec: ModelSpec, states: StateRows | None
+        self,
+        setting: ReferenceSettings,
+        spec: ModelSpec,
+        states: StateRows | None,
+        both_ways: Sequence[tuple[int, int]] = (),
     ) -> None:
         self._setting = setting
         self._spec = spec
+        self._both_ways = both_ways
         self.states = states
 
     def __call__(self, layer: int, heads: Heads) -> Tensor:
@@ -447,16 +459,19 @@ class _Attention:
     ) -> Tensor:
         """Compute attention for the block of queries from ``first`` on: [block, heads, dim]."""
         block = queries[first : first + _QUERIES]
-        last = first + len(block)
-        scores = torch.einsum("qhd,khd->hqk", block, keys[:last]) * block.shape[-1] ** -0.5
+        end = first + len(block)
+        last = max([end, *(stop for start, stop in self._both_ways if start < end)])
+        keys = keys[:last]
+        values = values[:last]
+        scores = torch.einsum("qhd,khd->hqk", block, keys) * block.shape[-1] ** -0.5
         scores = self._round("attention scores", scores)
-        places = torch.arange(last, device=scores.device)
-        hidden = ~sees(places[first:], places, window)
+        places = torch.arange(len(keys), device=scores.device)
+        hidden = ~sees(places[first:end], places, window, self._both_ways)
         probabilities = softmax_with_sinks(
             scores.masked_fill(hidden, float("-inf")), None if sinks is None else sinks[:, None]
         )
         probabilities = self._round("attention scores", probabilities)
-        return torch.einsum("hqk,khd->qhd", self._round("attention", probabilities), values[:last])
+        return torch.einsum("hqk,khd->qhd", self._round("attention", probabilities), values)
 
     def _round(self, part: Part, x: Tensor) -> Tensor:
         return x.to(self._setting.dtype).float() if part in self._setting.rounded else x

@@ -29,12 +29,14 @@ class Sight:
         features: (features [image tokens, (1 + levels) * hidden], hidden) → changed features; None:
             unchanged.
         is_blind: placeholders are embedded as ordinary tokens.
+        is_causal: tokens of an image attend only to earlier ones, whatever the model wants.
     """
 
     read: Read | None = None
     positions: Callable[[Tensor], Tensor] | None = None
     features: Callable[[Tensor, int], Tensor] | None = None
     is_blind: bool = False
+    is_causal: bool = False
 
     def positions_of(self, images: SequenceImages, count: int) -> Tensor:
         """Return the rotary positions of the first ``count`` tokens, int64 [3, count]."""

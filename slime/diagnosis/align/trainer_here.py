@@ -135,7 +135,8 @@ class TrainerHere:
         batch = batch_of(sample)
         dense = self.ranks.device.type == "cpu" or self.config.megatron.fp32
         read = None if self._images is None else self._images.read
-        options = PackingOptions(self.ranks.device, dense=dense, read_image=read)
+        vision = None if self.spec.vision is None else self.spec.vision.kind
+        options = PackingOptions(self.ranks.device, dense=dense, read_image=read, vision=vision)
         packed = forward.packed_micro_batches(batch, [[0]], options)
         if self.routing is not None:
             self.routing.prepare(batch, packed, "reference")  # the trainer routes by itself

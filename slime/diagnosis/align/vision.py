@@ -58,6 +58,16 @@ def _where(case: Discrepancy) -> tuple[str, ...]:
 
 
 def _positions(case: Discrepancy, details: tuple[str, ...]) -> Iterator[Tried]:
+    vision = case.model().arch.spec.vision
+    if vision is not None and vision.kind.bidirectional:
+        yield case.with_setting(
+            "tokens of an image attend only to earlier ones",
+            sight=Sight(is_causal=True),
+            details=details,
+            remedies=("the attention of the engine or the trainer is causal within images",),
+        )
+    if vision is None or not vision.kind.has_axes:
+        return
     remedies = (
         "SGLang up to 0.5.16 reads one of the three rows of positions in Qwen3.5; in an engine of "
         "your own, compare mrope_section and mrope_interleaved of config.json",
@@ -97,12 +107,14 @@ def _without_levels(features: Tensor, hidden: int) -> Tensor:
 def _weights(case: Discrepancy, details: tuple[str, ...]) -> Iterator[Tried]:
     """Try the tower or the projector of other weights (``--also``)."""
     model = case.model()
+    vision = model.arch.spec.vision
+    assert vision is not None
     for label, directory in (case.facts.get("other_weights") or {}).items():
         other = Reference(directory, model.dtype, images=model.images).store.named
         for part in ("tower", "projector"):
             is_tower = part == "tower"
             (own,) = frozen_parts(tower=is_tower, projector=not is_tower)
-            names = [name for name in other if _is_of(name, own)]
+            names = [name for name in other if _is_of(name, own, vision.kind.names)]
             with model.holding({name: other[name] for name in names}):
                 yield case.tried(
                     f"the vision {part} is that of {label}",
@@ -112,10 +124,13 @@ def _weights(case: Discrepancy, details: tuple[str, ...]) -> Iterator[Tried]:
                 )
 
 
-def _is_of(name: str, part: str) -> bool:
-    """Tell whether a Hugging Face name matches ``part``, a pattern of Megatron's names."""
-    _, found, rest = name.rpartition("visual.")
-    return bool(found) and re.search(part, f"vision_model.{rest}") is not None
+def _is_of(name: str, part: str, names: str) -> bool:
+    """Tell whether a Hugging Face name matches ``part``, a pattern of Megatron's names.
+
+    Args:
+        names: pattern of the vision model's Hugging Face names.
+    """
+    return re.fullmatch(names, name) is not None and bool(re.search(part, f"vision_model.{name}"))
 
 
 def _preparation(

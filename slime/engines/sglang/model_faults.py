@@ -32,7 +32,7 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
             (``models/ministral3.py``). Text models of Qwen3.5 on their own, and hybrids whose kinds
             of layers it would not find (0.5.16, ``models/qwen3_5.py``, ``configs/qwen3_next.py``).
             Images in hybrids, up to 0.5.16 (`sglang_sees_in_hybrids`), and in versions that
-            tokenise their prompts anew.
+            tokenise their prompts anew. Images of Gemma 3 (``models/gemma3_mm.py``).
             A gpt-oss without a field that it reads.
     """
     if is_mxfp4(config):
@@ -57,6 +57,14 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
             "SGLang up to 0.5.16 computes images of this model with wrong positions",
             why="a fused kernel of its hybrid models (Qwen3.5) reads one of the three rows of "
             "positions, so that rows and columns of images are lost",
+            fix="pass --rollout-engine embedded, or leave --multimodal-keys out",
+        )
+    if spec.vision is not None and spec.vision.kind.bidirectional:
+        raise UserError(
+            f"SGLang does not compute images of {spec.family} in all cases as the trainer does",
+            why="tokens of an image attend to each other in both directions, which SGLang's "
+            "models/gemma3_mm.py provides only with its Triton backend, and not for an image of "
+            "which a part is in its prefix cache or in another chunk of the prefill",
             fix="pass --rollout-engine embedded, or leave --multimodal-keys out",
         )
     if spec.family == "gpt_oss" and "swiglu_limit" not in config:

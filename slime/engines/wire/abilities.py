@@ -44,6 +44,8 @@ class Abilities:
         adapts_lone_queries: an adapter of ``q_proj`` can be loaded if the layer has no ``k_proj``
             and ``v_proj`` (latent attention).
         sees_in_hybrids: it computes image positions correctly in models with gated delta nets.
+        sees_both_ways: tokens of an image always attend to each other in both directions, if the
+            model wants that.
     """
 
     engine: str
@@ -63,6 +65,7 @@ class Abilities:
     shares_outer_experts: bool | None = None
     adapts_lone_queries: bool = True
     sees_in_hybrids: bool = True
+    sees_both_ways: bool = True
 
     @staticmethod
     def read(info: Mapping[str, Any]) -> Abilities:
@@ -89,6 +92,7 @@ SGLANG = Abilities(
     packs_quantised=True,
     rounds_activations=True,
     adapts_lone_queries=False,
+    sees_both_ways=False,
 )
 
 

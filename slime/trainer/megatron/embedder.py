@@ -32,7 +32,7 @@ class PackedImages:
     """The images of a micro-batch, each once, even if several samples contain it.
 
     Attributes:
-        pixels: [patches, values per patch], in host memory; a step's could fill the GPU's.
+        pixels: of `PreparedImage`, in host memory; a step's could fill the GPU's.
         grids: int64 [images, 3], in host memory.
         rows: int64 [N], positions of the placeholder tokens in the pack.
         features: int64 [N], index of the feature for each of these positions.
@@ -87,6 +87,14 @@ class SampleMedia:
         """Return the rotary positions of a sample, int64 [3, tokens]."""
         spans = [one.span for one in self._media[number]]
         return torch.from_numpy(rotary_positions(self._lengths[number], spans))
+
+    def numbers(self, number: int) -> Tensor:
+        """Return to which image of a sample each of its tokens belongs, int64 [tokens]; -1:
+        none."""
+        found = torch.full((self._lengths[number],), -1)
+        for place, one in enumerate(self._media[number]):
+            found[one.span.start : one.span.end] = place
+        return found
 
     def features(self, number: int) -> Tensor:
         """Return which feature each token of a sample stands for, int64 [tokens]; -1: none."""

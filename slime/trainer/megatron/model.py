@@ -102,7 +102,7 @@ class PolicyModel(GPTModel):
                 *layer_frequencies(spec, kind),
                 place,
                 config.params_dtype,
-                None if spec.vision is None else frequency_axes(spec),
+                frequency_axes(spec),
             )
             for kind in spec.rotary_kinds
         }

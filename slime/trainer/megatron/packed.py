@@ -32,6 +32,7 @@ from torch import Tensor
 from slime.algorithms.logprobs import KeptTokens
 from slime.models.delta_rule import TokenRuns, reached
 from slime.models.spec import RotaryKind
+from slime.models.vision import VisionKind
 from slime.samples.media import Media
 from slime.trainer.megatron.context import ContextGroup, ContextSplit
 from slime.trainer.megatron.embedder import PackedImages, ReadImage, SampleMedia
@@ -250,6 +251,7 @@ class PackingOptions:
             share (kernels that do not support branches).
         context: the context-parallel group; its size divides ``multiple``.
         read_image: prepares images, for a model that sees them; None for other models.
+        vision: the model's tower; None for other models.
         has_tower: this rank computes image features; other ranks need only the positions.
     """
 
@@ -260,6 +262,7 @@ class PackingOptions:
     pair_cost: float | None = None
     context: ContextGroup = field(default_factory=ContextGroup)
     read_image: ReadImage | None = None
+    vision: VisionKind | None = None
     has_tower: bool = True
 
 
@@ -306,7 +309,7 @@ def pack(
     order = torch.arange(targets.numel())
     num_tokens = stream.tokens.numel()
     place = options.context
-    sequences = _describe(stream.branches, options)
+    sequences = _describe(stream, options)
     if place.size > 1:
         split = ContextSplit.of(place, stream.rows)
         targets = split.mine(targets)
@@ -338,9 +341,11 @@ def _add_images(
     images: Mapping[str, bytes],
 ) -> None:
     assert stream.rotary_positions is not None and stream.features is not None
+    assert options.vision is not None
     read_image = options.read_image
     assert read_image is not None
-    sequences.rotary_positions = stream.rotary_positions.to(options.device)
+    if options.vision.has_axes:
+        sequences.rotary_positions = stream.rotary_positions.to(options.device)
     if not options.has_tower:
         return
     found = media.packed(stream.features, lambda reference: read_image(images[reference]))
@@ -384,7 +389,12 @@ _NONE = torch.zeros(0, dtype=torch.long)
 @dataclass(frozen=True)
 class _TokenStream:
     """The concatenated tokens of a micro-batch, in host memory; see `PackedMicroBatch` for the
-    attributes."""
+    other attributes.
+
+    Attributes:
+        features: as `SampleMedia.features`; None without images.
+        images: as `SampleMedia.numbers`; None without images, and for a part of the tokens.
+    """
 
     tokens: Tensor
     positions: Tensor
@@ -394,6 +404,7 @@ class _TokenStream:
     branches: list[list[int]]
     rotary_positions: Tensor | None = None
     features: Tensor | None = None
+    images: Tensor | None = None
 
     def stripe(self, split: ContextSplit) -> _TokenStream:
         """Return the stripe of this rank of the context-parallel group."""
@@ -433,11 +444,13 @@ def _lay_out(
     branches: list[list[int]] = []
     turns: list[Tensor] = []
     features: list[Tensor] = []
+    images: list[Tensor] = []
 
     def add_media(member: int, part: slice) -> None:
         if media is not None:
             turns.append(media.positions(member)[:, part])
             features.append(media.features(member)[part])
+            images.append(media.numbers(member)[part])
 
     start = 0
     for members in _families(prompts, responses, options.pair_cost, media):
@@ -473,6 +486,7 @@ def _lay_out(
         branches.append([padding])
         turns.append(torch.arange(padding).expand(3, -1))
         features.append(torch.full((padding,), -1))
+        images.append(features[-1])
     return _TokenStream(
         tokens=torch.cat(pieces),
         positions=torch.cat(positions),
@@ -482,6 +496,7 @@ def _lay_out(
         branches=branches,
         rotary_positions=None if media is None else torch.cat(turns, dim=1),
         features=None if media is None else torch.cat(features),
+        images=None if media is None else torch.cat(images),
     )
 
 
@@ -529,8 +544,15 @@ def branches_per_prompt(prompt: int, response: float, siblings: int, pair_cost: 
     return min(range(1, siblings + 1), key=cost)
 
 
-def _describe(branches: list[list[int]], options: PackingOptions) -> PackedSequences:
-    """Describe the full token stream for attention, without the rank's positions."""
+def _describe(stream: _TokenStream, options: PackingOptions) -> PackedSequences:
+    """Describe the full token stream for attention, without the rank's positions.
+
+    Kernels for packed sequences are causal, so tokens that attend to later ones need dense blocks.
+    """
+    branches = stream.branches
+    is_bidirectional = options.vision is not None and options.vision.bidirectional
+    images = stream.images if is_bidirectional else None
+    dense = options.dense or images is not None
     lengths = [sum(family) for family in branches]
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return PackedSequences(
@@ -541,19 +563,20 @@ def _describe(branches: list[list[int]], options: PackingOptions) -> PackedSeque
         max_seqlen_kv=max(lengths),
         lengths=lengths,
         branches=branches,
-        padded=padded_layout(branches).to(options.device) if options.dense else None,
+        padded=padded_layout(branches, images).to(options.device) if dense else None,
     )
 
 
 # -- packed sequences as dense blocks, for devices without an attention kernel for them ------------
 
 
-def padded_layout(branches: Sequence[Sequence[int]]) -> PaddedLayout:
+def padded_layout(branches: Sequence[Sequence[int]], images: Tensor | None = None) -> PaddedLayout:
     """Group sequences by length to reduce padding.
 
     Args:
         branches: per sequence the length of its prompt and of each response branch; [n] for a
             sequence without branches.
+        images: int64 [T], the image of each token, whose tokens attend to each other; -1: none.
 
     Example:
         >>> layout = padded_layout([[3], [2]])
@@ -571,9 +594,12 @@ def padded_layout(branches: Sequence[Sequence[int]]) -> PaddedLayout:
         sizes = torch.tensor([lengths[i] for i in members])[:, None]
         begins = torch.tensor([starts[i] for i in members])[:, None]
         offsets = torch.arange(longest)[None, :]
-        blocks.append(_block([branches[i] for i in members], longest))
-        gather.append((begins + torch.minimum(offsets, sizes - 1)).reshape(-1))
-        padding.append((offsets >= sizes).reshape(-1))
+        cells_of = begins + torch.minimum(offsets, sizes - 1)
+        beyond = offsets >= sizes
+        own = None if images is None else images[cells_of].masked_fill_(beyond, -1)
+        blocks.append(_block([branches[i] for i in members], longest, own))
+        gather.append(cells_of.reshape(-1))
+        padding.append(beyond.reshape(-1))
     all_cells = torch.cat(gather)
     is_padding = torch.cat(padding)
     real = torch.nonzero(~is_padding)[:, 0]
@@ -596,18 +622,28 @@ def _blocks_by_length(lengths: Sequence[int]) -> list[list[int]]:
     return [sorted(members) for members in blocks]
 
 
-def _block(branches: Sequence[Sequence[int]], length: int) -> AttentionBlock:
+def _block(
+    branches: Sequence[Sequence[int]], length: int, images: Tensor | None = None
+) -> AttentionBlock:
+    """
+    Args:
+        images: int64 [sequences, length], as in `padded_layout`.
+    """
     causal = torch.ones(length, length, dtype=torch.bool).tril_()
     # a single response continues its prompt and needs no mask beyond the causal one
     branched = any(len(parts) > 2 for parts in branches)
     allowed = causal[None, None]
+    if images is not None:
+        is_same = (images[:, :, None] == images[:, None, :]) & (images[:, :, None] >= 0)
+        allowed = allowed | is_same[:, None]
     positions = torch.arange(length)[None]
     if branched:
         positions = torch.stack([_positions(parts, length) for parts in branches])
         owner = torch.stack([_owners(parts, length) for parts in branches])
         same = (owner[:, :, None] == owner[:, None, :]) | (owner == 0)[:, None, :]
-        allowed = (causal[None] & same)[:, None]
-    return AttentionBlock(len(branches), length, allowed, _bias(allowed), positions, branched)
+        allowed = allowed & same[:, None]
+    masked = branched or images is not None
+    return AttentionBlock(len(branches), length, allowed, _bias(allowed), positions, masked)
 
 
 def _bias(allowed: Tensor) -> Tensor:

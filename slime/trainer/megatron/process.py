@@ -152,6 +152,7 @@ class TrainerProcess:
             pair_cost=self._pair_cost(),
             context=context,
             read_image=None if self.images is None else self.images.read,
+            vision=None if self.spec.vision is None else self.spec.vision.kind,
             has_tower=parallel_state.is_pipeline_first_stage(),
         )
         same_length = virtual_stages(self.spec, self.config) is not None
