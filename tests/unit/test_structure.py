@@ -26,28 +26,28 @@ FILES = read_package(ROOT / "slime")
 BUDGETS = {
     "agents": 1_640,
     "algorithms": 1_410,  # four estimators, sampling masks, divergences, formulas for the docs
-    "checkpoints": 4_890,  # MXFP4, reward models, names of PEFT, adapters of critics
+    "checkpoints": 4_915,  # MXFP4, reward models, names of PEFT, adapters of a critic
     "cli": 2_785,  # plan, launch, compare, images in a chat, flags and adapters without effect
     "cluster": 4_860,  # host memory of nodes, profiles, errors of engines, GPUs of ranks
     "compat": 1_375,
-    "config": 5_800,  # estimators, importance levels, rejection, preferences, images, kept weights
-    "diagnosis": 4_590,  # attention within images
+    "config": 5_810,  # estimators, importance levels, rejection, preferences, images, kept weights
+    "diagnosis": 4_600,  # attention within images
     "embedded": 5_915,  # attention within images, sinks, stacks of experts, queries that grow
     "engines": 4_335,  # log-probs behind the filters, channels of gpt-oss
     "environments": 420,
     "forecast": 850,
     ".": 1_500,
     "memory": 1_935,  # host memory part by part, towers, adapters of critics
-    "models": 5_900,  # SigLIP, gpt-oss, stacks of experts, models around text models
+    "models": 5_920,  # gpt-oss, stacks of experts, models around text models, SigLIP
     "observe": 3_410,  # profiles, three trackers, ranges of recipes
     "page": 1_640,
     "processes": 1_060,  # the preloaded process
-    "prompts": 4_290,  # empty lines around images, rows of preferences, forms of messages
+    "prompts": 4_295,  # empty lines around images, rows of preferences, forms of messages
     "rollout": 9_100,  # preferences, reward models, evaluation sets, keys and labels without effect
     "run": 2_265,  # lengths that longrope is computed for, profiles, data sets from Python
     "samples": 2_250,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 930,
-    "trainer": 9_320,  # a critic with adapters
+    "trainer": 9_350,  # a critic with adapters
     "user_code": 970,
     "weights": 3_130,  # adapters' host memory and runs, canaries asked again
 }
