@@ -140,15 +140,19 @@ def test_a_dry_run_needs_neither_torch_nor_ray(tmp_path: Path) -> None:
 def test_the_small_recipes_run_where_they_are_called_and_keep_what_they_train(
     recipe: str, tmp_path: Path
 ) -> None:
-    """Relative paths in flags are the caller's; the interpreter here only says how it was
-    called."""
-    env = {**os.environ, "PYTHON": "/bin/echo", "GSM8K": "words"}
+    """Relative paths in flags are the caller's; the interpreter here only prints its arguments, one
+    per line, since paths may have spaces."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    env = {**os.environ, "PYTHON": str(python), "GSM8K": "words"}
     command = [str(ROOT / "recipes" / recipe / "run.sh"), "--load", "earlier"]
     done = subprocess.run(
         command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60, check=True
     )
-    words = done.stdout.splitlines()[-1].split()
-    assert words[:3] == ["-m", "slime", "train"] and words[-2:] == ["--load", "earlier"]
+    lines = done.stdout.splitlines()
+    words = lines[lines.index("slime") :]
+    assert words[:2] == ["slime", "train"] and words[-2:] == ["--load", "earlier"]
     assert words[words.index("--output-dir") + 1] == str(tmp_path / "outputs")
     assert words[words.index("--hf-checkpoint") + 1] == str(ROOT / "models" / "smollm2")
 
