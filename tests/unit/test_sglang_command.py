@@ -505,7 +505,7 @@ def test_engines_have_room_for_the_base_and_two_versions_of_the_adapter(tmp_path
     args = parsed(**flags)
     assert args.enable_lora and args.max_lora_rank == 8 and args.max_loras_per_batch == 3
     assert args.lora_target_modules == ["down_proj", "k_proj", "q_proj", "v_proj"]
-    assert (args.lora_backend, args.experts_shared_outer_loras) == ("csgmv", None)
+    assert (args.lora_backend, args.experts_shared_outer_loras) == ("triton", None)
     more = parsed(**flags, sglang_max_lora_rank=16, sglang_lora_target_modules=("o_proj",))
     assert more.max_lora_rank == 16 and "o_proj" in more.lora_target_modules
     assert not parsed().enable_lora

@@ -213,13 +213,13 @@ def adapter_options(
         "max_lora_rank": max(adapters.rank, int(given.get("max_lora_rank") or 0)),
         "lora_target_modules": sorted({*targets, *(given.get("lora_target_modules") or ())}),
     }
-    # the base, which the canary uses, and two versions of the policy
-    defaults: dict[str, Any] = {"max_loras_per_batch": 3}
+    # the base, which the canary uses, and two versions of the policy; SGLang's default kernels
+    # (csgmv) are slower than triton's (docs/performance.md), and may ignore adapters of experts
+    defaults: dict[str, Any] = {"max_loras_per_batch": 3, "lora_backend": "triton"}
     if adapts_experts(family, spec, adapters):
         if adapters.experts == "shared-outer":
             ours["experts_shared_outer_loras"] = True
-        # SGLang's other kernels may ignore or refuse adapters of experts
-        defaults |= {"lora_backend": "triton", "moe_runner_backend": "triton"}
+        defaults["moe_runner_backend"] = "triton"  # others may ignore or refuse them
         runner = str(given.get("moe_runner_backend") or "triton")
         if runner not in _RUNNERS_WITH_ADAPTERS:
             raise UserError(
