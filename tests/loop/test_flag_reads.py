@@ -183,8 +183,9 @@ def test_how_each_flag_is_shown_to_be_read() -> None:
             assert files_that_read(WORKING[dest]), dest
     assert len(EXCEPTIONS) <= 10
     count = Counter(shown.values())
-    # six are flags of trackers whose packages are not installed where tests run, five of images
-    assert count["recorded"] >= 250 and count["code"] <= 23, count
+    # six are flags of trackers whose packages are not installed where tests run, five of images,
+    # one of critics with adapters
+    assert count["recorded"] >= 250 and count["code"] <= 24, count
 
 
 @pytest.mark.full
