@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -61,14 +61,7 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    made = Pools()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, pools: Pools) -> Callable[[str], Any]:
+def alone(tmp_path_factory: pytest.TempPathFactory, ranks: Pools) -> Callable[[str], Any]:
     """By family: the flags, the whole batch, and what one process computes on it."""
 
     @functools.cache
@@ -77,7 +70,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, pools: Pools) -> Callable[[s
         save_seeing(directory, kind)
         batch = batch_of(ImageReader(directory), [[0, 1], [2, 3], [4, 5]])
         flags = {"hf_checkpoint": str(directory), **IMAGES}
-        [found] = pools.run(1, parity_job, flags, [batch])
+        [found] = ranks.run(1, parity_job, flags, [batch])
         return flags, batch, found
 
     return of
@@ -85,14 +78,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory, pools: Pools) -> Callable[[s
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_a_layout_computes_what_one_process_does(
-    kind: str, name: str, alone: Callable[[str], Any], pools: Pools
+    kind: str, name: str, alone: Callable[[str], Any], ranks: Pools
 ) -> None:
     flags, batch, expected = alone(kind)
     tolerance = TOLERANCE
     own, shards = LAYOUTS[name]
     batches = [shard(batch, *one) for one in shards] or [batch]
     places = {index: place for place, index in enumerate(expected["samples"])}
-    for rank in pools.run(2, parity_job, flags | own, batches):
+    for rank in ranks.run(2, parity_job, flags | own, batches):
         for part in ("log_probs", "entropies"):
             for index, values in zip(rank["samples"], rank[part]):
                 assert torch.allclose(values, expected[part][places[index]], atol=tolerance)
@@ -120,9 +113,9 @@ def pixels_of_a_stage(info: Any, flags: dict[str, Any], batches: list[Any]) -> l
     return [0 if (own := one.sequences.images) is None else own.pixels.numel() for one in packed]
 
 
-def test_later_stages_prepare_no_images(alone: Callable[[str], Any], pools: Pools) -> None:
+def test_later_stages_prepare_no_images(alone: Callable[[str], Any], ranks: Pools) -> None:
     flags, batch, _ = alone("qwen3_vl")
-    first, last = pools.run(2, pixels_of_a_stage, flags | PP2, [batch])
+    first, last = ranks.run(2, pixels_of_a_stage, flags | PP2, [batch])
     assert all(first) and not any(last)
 
 
