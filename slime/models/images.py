@@ -6,9 +6,12 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
+import itertools
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +20,13 @@ from torch import Tensor
 
 from slime.errors import UserError
 from slime.models.vision import ImageError
+from slime.processes.host import num_cpus
 
 #: Limits of a reader's caches: bytes of prepared images, and number of images with known grids.
 _KEPT_BYTES = 1 << 28
 _KEPT_GRIDS = 1 << 16
+#: Most threads that prepare images ahead; the ranks of a host share its cores.
+_MAX_THREADS = 8
 #: Images with more pixels are refused before decoding, as a small file may contain a huge image.
 _MAX_PIXELS = 1 << 28
 #: EXIF tag of an image's orientation.
@@ -126,14 +132,36 @@ class ImageReader:
             started = time.perf_counter()
             prepared = self._prepared(data)
             self._seconds += time.perf_counter() - started
-            self._kept[key] = prepared
-            self._bytes += prepared.pixels.nbytes
-            while self._bytes > self._max_bytes and len(self._kept) > 1:
-                self._bytes -= self._kept.popitem(last=False)[1].pixels.nbytes
-            if len(self._grids) >= _KEPT_GRIDS:
-                self._grids.clear()
-            self._grids[key] = prepared.grid
+            self._keep(key, prepared)
             return prepared
+
+    def read_ahead(self, images: Iterable[bytes]) -> None:
+        """Prepare images in several threads, as many as the cache holds, for `read` to find.
+
+        Raises:
+            ImageError: as `read`.
+        """
+        started = time.perf_counter()
+        keys = {hashlib.sha256(data).digest(): data for data in images}
+        threads = min(_MAX_THREADS, num_cpus())
+        nbytes = 0
+        with self._lock, ThreadPoolExecutor(threads) as pool:
+            missing = iter([key for key in keys if key not in self._kept])
+            while nbytes < self._max_bytes and (chunk := list(itertools.islice(missing, threads))):
+                found = pool.map(self._prepared, [keys[key] for key in chunk])
+                for key, prepared in zip(chunk, found, strict=True):
+                    self._keep(key, prepared)
+                    nbytes += prepared.pixels.nbytes
+            self._seconds += time.perf_counter() - started
+
+    def _keep(self, key: bytes, prepared: PreparedImage) -> None:
+        self._kept[key] = prepared
+        self._bytes += prepared.pixels.nbytes
+        while self._bytes > self._max_bytes and len(self._kept) > 1:
+            self._bytes -= self._kept.popitem(last=False)[1].pixels.nbytes
+        if len(self._grids) >= _KEPT_GRIDS:
+            self._grids.clear()
+        self._grids[key] = prepared.grid
 
     def grid(self, data: bytes) -> tuple[int, int, int]:
         """Return the grid of an image, which is cached for longer than the image.

@@ -338,6 +338,34 @@ def test_a_reader_counts_the_seconds_of_what_it_prepares(model: Path) -> None:
     assert reader.take_seconds() == 0
 
 
+def test_images_that_were_read_ahead_are_those_that_reading_gives(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is prepared once, and no more than the cache holds."""
+    images = [picture(64 + 8 * i, 64) for i in range(12)]
+    expected = [ImageReader(model).read(image) for image in images]
+    reader, small = ImageReader(model), ImageReader(model, kept_bytes=1)
+    prepared = []
+    original = ImageReader._prepared
+
+    def counted(self: ImageReader, data: bytes) -> Any:
+        prepared.append(data)
+        return original(self, data)
+
+    monkeypatch.setattr(ImageReader, "_prepared", counted)
+    reader.read_ahead([*images, *images])
+    assert reader.take_seconds() > 0
+    for image, one in zip(images, expected, strict=True):
+        found = reader.read(image)
+        assert found.grid == one.grid and found.pixels.equal(one.pixels)
+    assert sorted(prepared) == sorted(images)
+    prepared.clear()
+    small.read_ahead(images)
+    assert 0 < len(prepared) < len(images)
+    with pytest.raises(ImageError, match="Pillow"):
+        reader.read_ahead([b"no image"])
+
+
 def test_large_images_are_scaled_down_by_flag(model: Path) -> None:
     large = picture(256, 128)
     assert ImageReader(model).read(large).grid == (1, 10, 22)

@@ -38,7 +38,7 @@ BUDGETS = {
     "forecast": 850,
     ".": 1_500,
     "memory": 1_935,  # host memory part by part, towers, adapters of critics
-    "models": 5_920,  # gpt-oss, stacks of experts, models around text models, SigLIP
+    "models": 5_940,  # gpt-oss, stacks of experts, models around text models, SigLIP
     "observe": 3_410,  # profiles, three trackers, ranges of recipes
     "page": 1_640,
     "processes": 1_060,  # the preloaded process

@@ -155,6 +155,10 @@ class TrainerProcess:
             vision=None if self.spec.vision is None else self.spec.vision.kind,
             has_tower=parallel_state.is_pipeline_first_stage(),
         )
+        if self.images is not None and options.has_tower and batch.media:
+            members = [sample for samples in micro_batches for sample in samples]
+            own = dict.fromkeys(one.reference for sample in members for one in batch.media[sample])
+            self.images.read_ahead(batch.images[reference] for reference in own)
         same_length = virtual_stages(self.spec, self.config) is not None
         if same_length and len(batch.steps) > 1:  # one length in all passes of the rollout
             everything = [samples for step in batch.steps for samples in step.micro_batches]
