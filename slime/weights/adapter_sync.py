@@ -47,6 +47,7 @@ from slime.engines.wire.buckets import (
     unpack,
 )
 from slime.errors import UserError
+from slime.log import tell
 from slime.models.adapters import AdapterConfig
 from slime.models.parameters import Shape
 from slime.models.spec import HfConfig
@@ -444,7 +445,7 @@ class AdapterBuffer:
             try:
                 lock_pages(self.buffer, owner=self)
             except MemoryError as error:
-                logger.warning("pushes of adapters take longer: %s", error)
+                tell(logger, "pushes of adapters take longer: %s", error, once="adapter pages")
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return views into the buffer by name."""

@@ -72,6 +72,14 @@ def test_what_was_measured_goes_into_open_layers(config: dict[str, Any]) -> None
     assert quantised_route(config, by_flag, "ipc") == route
 
 
+def test_fp8_in_blocks_goes_by_handles_to_engines_of_two_gpus() -> None:
+    two = {**TRITON, "tp_size": 2}
+    assert quantised_route(BLOCKS, two, "ipc") is not None
+    for config, kind in ((BLOCKS, "broadcast"), (TENSORS, "ipc"), (groups(128), "ipc")):
+        with pytest.raises(UserError, match="with tp_size 2"):
+            quantised_route(config, two, kind)
+
+
 @pytest.mark.parametrize("config", [BLOCKS, groups(128)], ids=["blocks", "INT4"])
 def test_engines_on_gpus_of_their_own_take_what_was_measured(config: dict[str, Any]) -> None:
     route = quantised_route(config, TRITON, "broadcast")
@@ -143,7 +151,7 @@ def test_what_nobody_tried_is_refused_by_name(
 
 
 def test_engines_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = {"FP8 by tensor": QuantisedRoute(False, needs=())}
+    other = {"FP8 by tensor": QuantisedRoute(False, needs={"ipc": {}})}
     monkeypatch.setattr(quantised_routes, "ROUTES", {**quantised_routes.ROUTES, "0.5.15": other})
     same = {"a": TRITON, "b": {**TRITON, "version": "0.5.16.post1"}}
     found = routes_of(same, TENSORS, "ipc")

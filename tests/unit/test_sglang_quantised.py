@@ -118,7 +118,7 @@ def test_engines_on_gpus_of_their_own_are_opened_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever real engines were seen to take so far: this is the order of a push."""
-    anything = QuantisedRoute(opens=True, kinds=("broadcast", "disk"))
+    anything = QuantisedRoute(opens=True, needs={"broadcast": {}, "disk": {}})
     monkeypatch.setattr(quantised_routes, "ROUTES", {"0.5.16": {form_of(FORMAT): anything}})
     plain, served = folders["trained"], folders["start-fp8"]
     family = family_of(plain)

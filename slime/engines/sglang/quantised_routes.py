@@ -26,15 +26,13 @@ class QuantisedRoute:
         opens: layers are made loadable before the transfer and processed after it
             (`slime.engines.sglang.loadable`); otherwise SGLang computes with loaded weights as they
             are.
-        kinds: tested transports of `slime.weights.route.choose_route`.
-        needs: SGLang's arguments, by the names of `_ARGUMENTS`, with the tested values; the first
-            is recommended.
+        needs: tested transport of `slime.weights.route.choose_route` → SGLang's arguments, by the
+            names of `_ARGUMENTS`, with the tested values; the first is recommended.
         experts: "" if models with experts were tested too; else why they are refused.
     """
 
     opens: bool
-    kinds: tuple[str, ...] = ("ipc", "broadcast")
-    needs: tuple[tuple[str, tuple[Any, ...]], ...] = (("tp_size", (1,)),)
+    needs: Mapping[str, Mapping[str, tuple[Any, ...]]]
     experts: str = ""
 
 
@@ -64,7 +62,8 @@ _KINDS = {
     "broadcast": "broadcast (engines on separate GPUs)",
     "disk": "--update-weight-transport disk",
 }
-_FP8_NEEDS = (("tp_size", (1, 2)), ("fp8_gemm_backend", ("triton",)))
+_ONE_GPU = {"tp_size": (1,)}
+_TRITON = {"fp8_gemm_backend": ("triton",)}
 _TWICE_ROUNDED = (
     "SGLang computes gate and up of an expert with the larger of their two scales, for which it "
     "rounds one of them a second time: engines would hold other weights than a push brought, and "
@@ -82,10 +81,15 @@ _OTHER_VERSION = (
 #: Version → format (`form_of`) → route, or why there is none. Missing formats were not tested.
 ROUTES: dict[str, dict[str, QuantisedRoute | str]] = {
     "0.5.16": {
-        "INT4 in groups of 128, symmetric": QuantisedRoute(opens=True),
-        "FP8 in blocks of 128×128": QuantisedRoute(opens=True, needs=_FP8_NEEDS),
+        "INT4 in groups of 128, symmetric": QuantisedRoute(
+            opens=True, needs={"ipc": _ONE_GPU, "broadcast": _ONE_GPU}
+        ),
+        "FP8 in blocks of 128×128": QuantisedRoute(
+            opens=True,
+            needs={"ipc": {"tp_size": (1, 2), **_TRITON}, "broadcast": {**_ONE_GPU, **_TRITON}},
+        ),
         "FP8 by tensor": QuantisedRoute(
-            opens=True, kinds=("ipc",), needs=_FP8_NEEDS, experts=_TWICE_ROUNDED
+            opens=True, needs={"ipc": {**_ONE_GPU, **_TRITON}}, experts=_TWICE_ROUNDED
         ),
     },
 }
@@ -139,8 +143,8 @@ def quantised_route(
             why="not tried: SGLang computes further matrices from kv_b_proj as it loads it",
             fix=_OTHERWISE,
         )
-    if kind not in found.kinds:
-        tried = " and ".join(_KINDS[one] for one in found.kinds)
+    if kind not in found.needs:
+        tried = " and ".join(_KINDS[one] for one in found.needs)
         raise UserError(
             f"{what}, which cannot be pushed to SGLang by {_KINDS[kind]}",
             why=f"not tried: pushes in this format went by {tried} alone",
@@ -153,7 +157,7 @@ def quantised_route(
             fix="quantise it in blocks (slime convert hf-to-fp8 --block_size 128 128); or "
             f"{_OTHERWISE}",
         )
-    for name, values in found.needs:
+    for name, values in found.needs[kind].items():
         argument = _ARGUMENTS[name]
         value = next(
             (engine[key] for key in argument.keys if engine.get(key) is not None), argument.default
