@@ -34,6 +34,7 @@ from slime.models.delta_rule import (
 from slime.models.flops import sequence_cost
 from slime.models.layouts import DeltaNetSizes, Shard
 from slime.models.mixers import GATED_DELTA_NET
+from slime.trainer.megatron import delta_net
 from slime.trainer.megatron.delta_net import _with_torch
 from slime.trainer.megatron.packed import DeltaRuns
 from tests.support.embedded_models import bytes_per_token, make_scheduler, make_sequence, run
@@ -146,6 +147,31 @@ def test_branches_are_samples_of_their_own(families: list[tuple[int, list[int]]]
     ours = torch.autograd.grad((packed[index] * up).sum(), leaves)
     for one, other in zip(ours, theirs):
         torch.testing.assert_close(one, other, atol=1e-8, rtol=1e-8)
+
+
+def test_kernels_of_all_layers_are_given_the_same_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-linear-attention keeps the chunks of a micro-batch by the identity of their ends."""
+    given: list[Tensor] = []
+
+    def convolve(rows: Tensor, *_: Any, cu_seqlens: Tensor, **__: Any) -> tuple[Tensor, None]:
+        given.append(cu_seqlens)
+        return rows, None
+
+    def rule(*heads: Tensor, cu_seqlens: Tensor, **_: Any) -> tuple[Tensor, None]:
+        given.append(cu_seqlens)
+        return heads[2], None
+
+    monkeypatch.setattr(delta_net, "_kernels", lambda: (convolve, rule))
+    sizes = DeltaNetSizes(key_heads=2, per_key=2, key=3, value=4, conv=4)
+    runs = DeltaRuns.of([[5], [2]], torch.device("cpu"))
+    weights = (torch.ones(sizes.mixed, 4), torch.ones(4), torch.ones(4))
+    for _layer in range(2):
+        delta_net._with_kernels(
+            torch.ones(7, 2, sizes.mixed // 2), torch.ones(7, 2, 4), *weights, runs, sizes
+        )
+    assert len(given) == 4
+    assert all(ends is given[0] for ends in given)
+    assert given[0].tolist() == [0, 5, 7]
 
 
 def test_the_convolution_is_that_of_torch() -> None:

@@ -271,9 +271,8 @@ def _with_kernels(
     kernels = _kernels()
     assert kernels is not None
     convolve, rule = kernels
-    ends = runs.ends.to(mixed.device, non_blocking=True)
     convolved, _ = convolve(
-        mixed.flatten(1)[None], conv_weight.contiguous(), activation="silu", cu_seqlens=ends
+        mixed.flatten(1)[None], conv_weight.contiguous(), activation="silu", cu_seqlens=runs.ends
     )
     query, key, value = _heads(convolved[0], scalars.size(1), sizes)
     decay, beta = _gates(scalars, a_log, dt_bias, sizes)
@@ -285,8 +284,8 @@ def _with_kernels(
         beta=beta.to(value.dtype)[None],
         scale=sizes.key**-0.5,
         use_qk_l2norm_in_kernel=True,
-        cu_seqlens=ends,
-        cu_seqlens_cpu=runs.ends,
+        cu_seqlens=runs.ends,
+        cu_seqlens_cpu=runs.host_ends,
     )
     return output[0]
 

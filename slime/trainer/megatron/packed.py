@@ -152,9 +152,16 @@ class DeltaRuns:
         return TokenRuns.of(self.lengths, self.parents, self.device)
 
     @cached_property
-    def ends(self) -> Tensor:
+    def host_ends(self) -> Tensor:
         """The start of each run and the end of the last, int64 [runs + 1] in host memory."""
         return torch.tensor([0, *accumulate(self.lengths)])
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """`host_ends` on the device. All layers have to pass this very tensor:
+        flash-linear-attention keeps what it derives from it by the tensor's identity, and waits
+        for the GPU whenever it derives it anew."""
+        return self.host_ends.to(self.device, non_blocking=True)
 
     def reads(self, width: int) -> Tensor:
         """Return the rows that a convolution reads (`slime.models.delta_rule.reached`)."""
