@@ -257,10 +257,10 @@ def _steps(
 def _push_seconds(facts: Facts, rates: Rates, in_flight: bool) -> float:
     """Seconds of a push, from pausing to resuming generation."""
     assert facts.trainer is not None and facts.engine is not None
-    stages = facts.trainer.stages
-    layout = facts.trainer.layout
-    cut = layout.tensor * layout.pipeline
-    nbytes = sum(stage.weights for stage in stages) / len(stages) * cut
+    pushed = [one.parameter.numel for stage in facts.trainer.stages for one in stage.adapters] or [
+        one.parameter.numel for stage in facts.trainer.stages for one in stage.parameters
+    ]
+    nbytes = sum(pushed) * facts.trainer.element
     within = facts.placement.total <= rates.gpus_per_host
     speed = _PUSH_RATE if facts.colocate or within else rates.network
     return _PUSH + nbytes / speed + _INTERRUPTION * in_flight

@@ -108,6 +108,53 @@ def test_a_colocated_step_of_8b_on_four_h200(tmp_path: Path) -> None:
     assert seconds(steps) == pytest.approx(109.5, rel=CLOSE)
 
 
+def test_the_same_without_tensor_parallelism(tmp_path: Path) -> None:
+    """docs/performance.md, "Whole models on four H200s": 107.9 s, of which 54.2 s generate and 48.2
+    s train."""
+    run = Run(
+        tmp_path,
+        LLAMA_8B,
+        colocate=True,
+        actor_num_gpus_per_node=4,
+        rollout_batch_size=64,
+        n_samples_per_prompt=32,
+        rollout_max_response_len=4096,
+        rollout_max_context_len=4608,
+    )
+    steps = run.steps(H200, log_normal(1007, 4096), 132)
+    phases = mean_phases(steps)
+    assert phases["waiting for generation"] == pytest.approx(54.2, rel=CLOSE)
+    assert phases["training"] == pytest.approx(48.2, rel=CLOSE)
+    assert seconds(steps) == pytest.approx(107.9, rel=CLOSE)
+
+
+def test_a_colocated_step_of_30b_with_experts_on_four_h200(tmp_path: Path) -> None:
+    """docs/performance.md, "Whole models on four H200s": 31.8 s generate, a push takes 1.1 s.
+    Training took 25.1 s with a random router, whose busiest expert had 15.6 times the mean load;
+    the prediction is for equal loads."""
+    run = Run(
+        tmp_path,
+        SHAPES["qwen3-30b-a3b"],
+        colocate=True,
+        actor_num_gpus_per_node=4,
+        rollout_num_gpus_per_engine=2,
+        expert_model_parallel_size=4,
+        rollout_batch_size=32,
+        n_samples_per_prompt=8,
+        rollout_max_response_len=2048,
+        rollout_max_context_len=2560,
+        recompute_activations=True,
+        optimizer_cpu_offload=True,
+        exp_avg_dtype="bf16",
+        exp_avg_sq_dtype="bf16",
+        max_tokens_per_gpu=18432,
+    )
+    phases = mean_phases(run.steps(H200, [2048], 132))
+    assert phases["waiting for generation"] == pytest.approx(31.8, rel=CLOSE)
+    assert phases["push"] == pytest.approx(1.1, rel=CLOSE)
+    assert phases["training"] < 25.1
+
+
 def test_rollouts_between_pushes_take_none(tmp_path: Path) -> None:
     pushes = []
     for interval in (1, 2, 4):
