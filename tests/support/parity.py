@@ -38,7 +38,9 @@ RECOMPUTE = {
 VIRTUAL = {"num_virtual_stages_per_pipeline_rank": 2}
 
 
-def parity_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> dict[str, Any]:
+def parity_job(
+    info: Any, flags: dict[str, Any], batches: list[TrainBatch], steps: int = 1
+) -> dict[str, Any]:
     """Everything that is compared, on one rank; tensors that are trained by their Hugging Face
     names."""
     from slime.trainer.megatron.backend import MegatronBackend
@@ -56,7 +58,7 @@ def parity_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> d
 
     log_probs, entropies = _scores(backend, batch)
     gradients = whole_gradients(backend, batch, named)
-    metrics = [backend.train(batch) for _ in range(2)]
+    metrics = [backend.train(batch) for _ in range(steps)]
     return {
         "samples": batch.sample_indices,
         "log_probs": log_probs,
