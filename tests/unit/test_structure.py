@@ -47,7 +47,7 @@ BUDGETS = {
     "run": 2_265,  # lengths that longrope is computed for, profiles, data sets from Python
     "samples": 2_250,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 930,
-    "trainer": 9_360,  # a critic with adapters
+    "trainer": 9_475,  # a critic with adapters, attention within images by packed kernels
     "user_code": 970,
     "weights": 3_130,  # adapters' host memory and runs, canaries asked again
 }
