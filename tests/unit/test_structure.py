@@ -37,7 +37,7 @@ BUDGETS = {
     "environments": 420,
     "forecast": 850,
     ".": 1_500,
-    "memory": 1_935,  # host memory part by part, towers, adapters of critics
+    "memory": 1_965,  # host memory part by part, towers, adapters of critics, attention masks
     "models": 5_940,  # gpt-oss, stacks of experts, models around text models, SigLIP
     "observe": 3_410,  # profiles, three trackers, ranges of recipes
     "page": 1_640,

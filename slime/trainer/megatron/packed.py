@@ -78,15 +78,15 @@ class AttentionBlock:
         hidden = (place[None, :] > place[:, None])[None]
         images = self.images
         if images is not None:
-            is_same = (images[:, :, None] == images[:, None, :]) & (images >= 0)[:, None, :]
-            hidden = hidden & ~is_same
+            is_other = images[:, :, None] != images[:, None, :]
+            hidden = is_other.logical_or_((images < 0)[:, None, :]).logical_and_(hidden)
         owners = self.owners
         if owners is not None:
             is_other = owners[:, :, None] != owners[:, None, :]
-            hidden = hidden | (is_other & (owners != 0)[:, None, :])
+            hidden = is_other.logical_and_((owners != 0)[:, None, :]).logical_or_(hidden)
         if self.window is not None:
-            distance = self.positions[:, :, None] - self.positions[:, None, :]
-            hidden = hidden | (distance >= self.window)
+            reach = self.positions - self.window
+            hidden = hidden | (self.positions[:, None, :] <= reach[:, :, None])
         zeros = torch.zeros(hidden.shape, device=place.device)
         return zeros.masked_fill_(hidden, float("-inf"))[:, None]
 
