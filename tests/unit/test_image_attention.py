@@ -153,6 +153,28 @@ def test_two_causal_calls_are_one_with_a_mask(
         assert (one - other).abs().max() <= 1e-12 * (1 + other.abs().max())
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-12), (torch.float32, 5e-6), (torch.float16, 0.01), (torch.bfloat16, 0.05)],
+)
+def test_dense_blocks_compute_the_mask_in_every_dtype(dtype: torch.dtype, tolerance: float) -> None:
+    """Above the length below which bfloat16 is computed by products."""
+    images = torch.full((350,), -1)
+    images[20:60] = 0
+    (block,) = padded_layout([[350]], images).blocks
+    block = block.within(33)
+    generator = torch.Generator().manual_seed(0)
+    exact = [
+        torch.randn(1, 350, heads, 8, dtype=torch.float64, generator=generator)
+        for heads in (4, 2, 2)
+    ]
+    query, key, value = (x.to(dtype) for x in exact)
+    found = attention._dense(query, key, value, block, 0.7)
+    q, k, v = (x.repeat_interleave(4 // x.size(2), dim=2).transpose(1, 2) for x in exact)
+    weights = torch.softmax(q @ k.transpose(-1, -2) * 0.7 + block.bias.double(), dim=-1)
+    assert (found.double() - (weights @ v).transpose(1, 2)).abs().max() <= tolerance
+
+
 def test_the_mask_is_that_of_transformers() -> None:
     """Queries see their image's later tokens behind a window's end, and none of the next image."""
     images = torch.tensor([-1, 0, 0, 0, 1, 1])

@@ -326,7 +326,10 @@ def _dense(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if q.dtype == torch.bfloat16 and block.length < _EXPLICIT_BELOW:
         return _explicit(q, k, v, block.bias, scale).transpose(1, 2)
-    mask: dict[str, Any] = {"attn_mask": block.bias} if block.masked else {"is_causal": True}
+    mask: dict[str, Any] = {"is_causal": True}
+    if block.masked:
+        # half precision takes masks in float32; float64 reads them as its own dtype
+        mask = {"attn_mask": block.bias.to(torch.promote_types(q.dtype, torch.float32))}
     out = F.scaled_dot_product_attention(
         q, k, v, scale=scale, enable_gqa=k.size(1) != q.size(1), **mask
     )
