@@ -279,6 +279,9 @@ def _working(spec: ModelSpec, layout: Layout, layer: int, kernels: Kernels) -> f
     # gradients of output, query, key and value, none wider than the query; on GPUs also the query's
     # gradient accumulated in float32
     attention = (4 + (FLOAT32_BYTES / kernels.element if kernels.fused else 0)) * query
+    # two of: scores, the softmax, their gradients
+    heads = spec.num_heads / layout.tensor
+    attention += 2 * heads * kernels.score_length * FLOAT32_BYTES / kernels.element
     if spec.is_moe_layer(layer):
         rows = rows_per_token(spec, layout)
         width = int(facts["moe_ffn_hidden_size"]) / layout.expert_tensor

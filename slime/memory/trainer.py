@@ -27,7 +27,7 @@ from slime.models import table_of
 from slime.models.adapters import AdapterConfig, adapter_family
 from slime.models.layout_rules import layout_of
 from slime.models.layouts import Layout, SomeParts
-from slime.models.mixers import Kernels, mixers_of
+from slime.models.mixers import FLOAT32_BYTES, Kernels, mixers_of
 from slime.models.spec import ModelSpec
 from slime.models.table import Parameter
 from slime.models.vision import frozen_parts, is_projector
@@ -66,6 +66,9 @@ _CPU_BLOCK_BYTES = 16
 
 #: Workspaces that cuBLAS and cuBLASLt take from torch's allocator.
 _WORKSPACE_BYTES = 64 * 1024 * 1024
+
+#: Bytes of a mask per pair of tokens.
+_MASK_BYTES = 4
 
 #: First torch version whose attention kernel supports grouped-query attention.
 _TORCH_TAKES_GROUPS = (2, 13)
@@ -236,6 +239,19 @@ class TrainerSettings:
         if any(re.search(pattern, name) for pattern in self.frozen_vision for name in names):
             return False
         return found if self.only else not found
+
+    @property
+    def has_packed_kernels(self) -> bool:
+        """Tell whether attention needs no dense blocks (`slime.trainer.megatron.attention`)."""
+        return self.on_gpu and self.element < FLOAT32_BYTES
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Tell whether attention keeps the scores of all pairs of tokens. On GPUs torch computes
+        float32 with grouped queries by definition; `scaled_dot_product_attention` documents it."""
+        spec = self.spec
+        is_grouped = spec.num_query_groups < spec.num_heads or spec.has_sinks
+        return self.on_gpu and not self.has_packed_kernels and is_grouped
 
     @cached_property
     def stages(self) -> list[StageMemory]:
@@ -424,6 +440,8 @@ class StageMemory:
             "temporaries of a layer": self.saved.working * self.settings.tokens,
             **self._output(),
         }
+        if masks := self._masks():
+            found["attention masks"] = masks
         if self.settings.reference:
             found["weights of the reference"] = self.weights
         elif self.settings.teachers:
@@ -468,6 +486,25 @@ class StageMemory:
         patches = settings.tokens / 2 * vision.merge_size**2
         return {"activations of the vision tower": patches * kept * settings.element}
 
+    def _masks(self) -> float:
+        """Bytes of the attention masks of a micro-batch of longest sequences, on CPUs and in
+        float32 (`slime.trainer.megatron.packed.AttentionBlock`): one for each window of the
+        stage's layers. Sequences with images whose tokens attend to each other have masks of their
+        own; others share one, and have none without a window."""
+        settings = self.settings
+        spec = settings.spec
+        if settings.has_packed_kernels:
+            return 0.0
+        longest = settings.longest
+        layers = settings.layout.layers_of(self.number, spec.num_layers)
+        limits = {spec.window(layer) for layer in layers}
+        short = {limit for limit in limits if limit is not None and limit < longest}
+        if spec.vision is not None and spec.vision.kind.bidirectional:
+            whole = settings.tokens * settings.layout.context
+            masks = len(short) + (len(limits) > len(short))
+            return float(_MASK_BYTES * masks * whole * longest)
+        return float(_MASK_BYTES * len(short) * longest**2)
+
     def _rounded(self, kind: str | None) -> dict[str, float]:
         """Bytes of copies with the engines' quantised values. The ignore list, unknown here, may
         exclude further weights; every recommended one excludes the output layer."""
@@ -498,6 +535,7 @@ class StageMemory:
             if settings.recompute.granularity == "full"
             else sum(self._spread) * max(1.0, in_flight),
             "temporaries of a layer": self._temporaries(),
+            "attention masks": self._masks() * max(1.0, in_flight),
             **self._vision(),
             **self._output(),
             **self._teacher_heads(),
@@ -554,7 +592,12 @@ class StageMemory:
     def saved(self) -> StageActivations:
         """Bytes per token that autograd keeps."""
         settings = self.settings
-        kernels = Kernels(settings.element, fused=settings.on_gpu, grouped=settings.grouped)
+        kernels = Kernels(
+            settings.element,
+            fused=settings.on_gpu,
+            grouped=settings.grouped,
+            score_length=settings.longest if settings.keeps_scores else 0,
+        )
         return saved_by_stage(
             settings.spec,
             settings.layout,

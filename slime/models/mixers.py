@@ -52,11 +52,14 @@ class Kernels:
             copies queries and keys.
         grouped: attention kernels support grouped queries, like flash-attn-4; otherwise keys and
             values are repeated for every query head, as for torch's kernel before 2.13.
+        score_length: tokens of the longest sequence, if attention keeps the scores of all pairs of
+            tokens; 0: it does not.
     """
 
     element: int
     fused: bool
     grouped: bool = True
+    score_length: int = 0
 
     def norm(self, width: float, rows: float = 1.0) -> float:
         """Bytes that norms of ``width`` entries in ``rows`` rows keep besides their input."""
@@ -240,6 +243,7 @@ def _attention_saved(
     parts["attention output"] = query
     if "core_attn" not in recomputed:
         parts["attention statistics"] = heads * FLOAT32_BYTES
+        parts["attention scores"] = kernels.score_length * heads * FLOAT32_BYTES
     return parts
 
 

@@ -14,8 +14,10 @@ from torch import Tensor
 from slime.models.layouts import DeltaNetSizes
 from slime.samples.batch import StepPlan, TrainBatch
 from slime.trainer.megatron import delta_net
-from slime.trainer.megatron.packed import DeltaRuns, PackedSequences
-from slime.trainer.megatron.sinks import _PackedKernel, attend_with_sinks, explicit_with_sinks
+from slime.trainer.megatron.flash import PackedKernel
+from slime.trainer.megatron.image_attention import attend_within_images
+from slime.trainer.megatron.packed import DeltaRuns, LaterTokens, PackedSequences
+from slime.trainer.megatron.sinks import attend_with_sinks, explicit_with_sinks
 from tests.support.tiny_models import OTHER_FAMILIES, stack_experts
 from tests.support.trainers import LOSS, gradients, trainer
 
@@ -186,8 +188,48 @@ def test_sinks_by_a_kernel_equal_their_definition() -> None:
         expected = explicit_with_sinks(q, k, v, inputs[3], bias, width**-0.5)[0].transpose(0, 1)
         expected_grads = torch.autograd.grad(expected, inputs, grad)
         coarse = [x.to(torch.bfloat16).requires_grad_() for x in (query, key, value, sinks)]
-        kernel = _PackedKernel(sequences, width**-0.5, size)
+        kernel = PackedKernel.of(sequences, width**-0.5, size)
         found = attend_with_sinks(coarse[0], coarse[1], coarse[2], coarse[3], kernel)
+        grads = torch.autograd.grad(found, coarse, grad.to(torch.bfloat16))
+        assert (found.float() - expected).abs().max() < 0.05
+        for ours, theirs in zip(grads, expected_grads, strict=True):
+            assert cosine_similarity([ours.float()], [theirs]) > 0.9999
+
+
+def test_images_by_two_calls_equal_attention_with_a_mask() -> None:
+    """With the widths of Gemma 3: heads of 256 entries, two query heads per key."""
+    heads, groups, width = 4, 2, 256
+    torch.manual_seed(0)
+    total = sum(LENGTHS)
+    query, key, value, grad = (
+        torch.randn(total, count, width, device="cuda") for count in (heads, groups, groups, heads)
+    )
+    ends = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    images = torch.full((total,), -1)
+    images[20:150] = 0  # in the first sequence
+    images[150:200] = 1
+    images[300:340] = 0  # the whole second sequence
+    images[-100:-1] = 0
+    later = LaterTokens.of(images, ends[:-1].long())
+    assert later is not None
+    sequences = PackedSequences(
+        cu_seqlens_q=ends.cuda(), max_seqlen_q=max(LENGTHS), later=later.to(torch.device("cuda"))
+    )
+    place = torch.arange(total)
+    sample = torch.repeat_interleave(torch.tensor(LENGTHS))
+    distance = place[:, None] - place[None]
+    same_image = (images[:, None] == images[None]) & (images >= 0)
+    seen = (sample[:, None] == sample[None]) & ((distance >= 0) | same_image)
+
+    for size in (None, 33):
+        allowed = (seen if size is None else seen & (distance < size)).cuda()
+        inputs = [x.clone().requires_grad_() for x in (query, key, value)]
+        q, k, v = (x.repeat_interleave(heads // x.size(1), 1).transpose(0, 1) for x in inputs)
+        scores = (q @ k.transpose(1, 2) * width**-0.5).masked_fill(~allowed, -torch.inf)
+        expected = (torch.softmax(scores, dim=-1) @ v).transpose(0, 1)
+        expected_grads = torch.autograd.grad(expected, inputs, grad)
+        coarse = [x.to(torch.bfloat16).requires_grad_() for x in (query, key, value)]
+        found = attend_within_images(coarse[0], coarse[1], coarse[2], sequences, width**-0.5, size)
         grads = torch.autograd.grad(found, coarse, grad.to(torch.bfloat16))
         assert (found.float() - expected).abs().max() < 0.05
         for ours, theirs in zip(grads, expected_grads, strict=True):

@@ -16,8 +16,9 @@ from slime.embedded.attention import softmax_with_sinks
 from slime.errors import UserError
 from slime.models import family_of
 from slime.models.model_flags import check_model_flags, merge_transformer
+from slime.trainer.megatron.flash import BlockKernel
 from slime.trainer.megatron.packed import padded_layout
-from slime.trainer.megatron.sinks import _BlockKernel, attend_with_sinks
+from slime.trainer.megatron.sinks import attend_with_sinks
 from slime.weights.source import ModelSource
 from tests.support.hf_configs import PUBLISHED, config_of
 from tests.support.tiny_models import save_tiny
@@ -55,7 +56,7 @@ def test_sinks_out_of_the_log_sum_exp_are_a_column_of_the_softmax(
         sinks = strength * torch.randn(heads, dtype=torch.float64, generator=generator)
         sinks.requires_grad_()
         outer = torch.randn(shape, dtype=torch.float64, generator=generator)
-        kernel = _BlockKernel(seen, 0.7, torch.float64)
+        kernel = BlockKernel(seen, 0.7, torch.float64)
         out = attend_with_sinks(*inputs, sinks[:, None], kernel)
 
         query, key, value = inputs

@@ -37,7 +37,7 @@ BUDGETS = {
     "environments": 420,
     "forecast": 850,
     ".": 1_500,
-    "memory": 1_935,  # host memory part by part, towers, adapters of critics
+    "memory": 1_965,  # host memory part by part, towers, adapters of critics, attention masks
     "models": 5_940,  # gpt-oss, stacks of experts, models around text models, SigLIP
     "observe": 3_410,  # profiles, three trackers, ranges of recipes
     "page": 1_640,
@@ -47,7 +47,7 @@ BUDGETS = {
     "run": 2_265,  # lengths that longrope is computed for, profiles, data sets from Python
     "samples": 2_250,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 930,
-    "trainer": 9_360,  # a critic with adapters
+    "trainer": 9_475,  # a critic with adapters, attention within images by packed kernels
     "user_code": 970,
     "weights": 3_130,  # adapters' host memory and runs, canaries asked again
 }

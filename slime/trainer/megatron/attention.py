@@ -29,6 +29,7 @@ from slime.memory.hardware import FLASH4_MAJORS, FLASH4_NARROWEST, FLASH4_WIDEST
 from slime.models.spec import RotaryKind
 from slime.trainer.gpu_kernels import no_windows
 from slime.trainer.megatron import device
+from slime.trainer.megatron.image_attention import attend_within_images
 from slime.trainer.megatron.layers import NormOfRotated, RMSNorm
 from slime.trainer.megatron.packed import AttentionBlock, PackedSequences, PaddedLayout
 from slime.trainer.megatron.rotary import Rotate
@@ -85,7 +86,10 @@ class PackedAttention(torch.nn.Module):
     def _packed(
         self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences
     ) -> Tensor:
-        kernel = torch_varlen if self.torch_only else _flash_packed
+        if sequences.later is not None:
+            kernel = attend_within_images
+        else:
+            kernel = torch_varlen if self.torch_only else _flash_packed
         return kernel(query, key, value, sequences, self.scale, self.window)
 
     def _in_block(
@@ -322,7 +326,10 @@ def _dense(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if q.dtype == torch.bfloat16 and block.length < _EXPLICIT_BELOW:
         return _explicit(q, k, v, block.bias, scale).transpose(1, 2)
-    mask: dict[str, Any] = {"attn_mask": block.allowed} if block.masked else {"is_causal": True}
+    mask: dict[str, Any] = {"is_causal": True}
+    if block.masked:
+        # half precision takes masks in float32; float64 reads them as its own dtype
+        mask = {"attn_mask": block.bias.to(torch.promote_types(q.dtype, torch.float32))}
     out = F.scaled_dot_product_attention(
         q, k, v, scale=scale, enable_gqa=k.size(1) != q.size(1), **mask
     )

@@ -115,7 +115,7 @@ def _run(
     forward_only: bool,
 ) -> list[Any]:
     # each virtual pipeline stage needs its own iterator over the micro-batches
-    iterators = [iter(micro_batches) for _ in chunks]
+    iterators = [_one_by_one(micro_batches) for _ in chunks]
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
@@ -126,6 +126,15 @@ def _run(
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
+
+
+def _one_by_one(micro_batches: Sequence[PackedMicroBatch]) -> Iterator[PackedMicroBatch]:
+    """Yield the micro-batches. Each forgets its attention masks when the next one begins, as they
+    grow with the square of its longest sequence."""
+    for micro_batch in micro_batches:
+        yield micro_batch
+        if micro_batch.sequences.padded is not None:
+            micro_batch.sequences.padded.release()
 
 
 def canary_batch(tokens: Sequence[int], num_micro_batches: int, **media: Any) -> TrainBatch:

@@ -49,19 +49,46 @@ class AttentionBlock:
 
     Attributes:
         batch, length: shape of the block: sequences, and cells of each.
-        allowed: which keys each query attends to, bool [batch or 1, 1, length, length].
-        bias: ``allowed`` as summand of the scores: 0 or -inf, float32, same shape.
         positions: int64 [batch or 1, length], 0-based within each sample.
-        masked: ``allowed`` is not the plain causal mask.
+        owners: int64 [batch, length], the branch of each cell, 0 for the prompt; None if no prompt
+            is shared.
+        images: int64 [batch, length], the image of each cell, -1 for none; None if no sequence has
+            images whose tokens attend to each other.
+        window: how many positions queries attend to, including their own; None: no limit.
     """
 
     batch: int
     length: int
-    allowed: Tensor
-    bias: Tensor
     positions: Tensor
-    masked: bool
+    owners: Tensor | None = None
+    images: Tensor | None = None
+    window: int | None = None
     _within: dict[int, AttentionBlock] = field(default_factory=dict, init=False)
+
+    @property
+    def masked(self) -> bool:
+        """Tell whether queries attend to other keys than those of the plain causal mask."""
+        return self.owners is not None or self.images is not None or self.window is not None
+
+    @cached_property
+    def bias(self) -> Tensor:
+        """Which keys each query attends to, as summand of the scores: 0 or -inf, float32 [batch or
+        1, 1, length, length]. All layers share this tensor."""
+        place = torch.arange(self.length, device=self.positions.device)
+        hidden = (place[None, :] > place[:, None])[None]
+        images = self.images
+        if images is not None:
+            is_other = images[:, :, None] != images[:, None, :]
+            hidden = is_other.logical_or_((images < 0)[:, None, :]).logical_and_(hidden)
+        owners = self.owners
+        if owners is not None:
+            is_other = owners[:, :, None] != owners[:, None, :]
+            hidden = is_other.logical_and_((owners != 0)[:, None, :]).logical_or_(hidden)
+        if self.window is not None:
+            reach = self.positions - self.window
+            hidden = hidden | (self.positions[:, None, :] <= reach[:, :, None])
+        zeros = torch.zeros(hidden.shape, device=place.device)
+        return zeros.masked_fill_(hidden, float("-inf"))[:, None]
 
     def within(self, window: int | None) -> AttentionBlock:
         """Return the same block for a layer whose queries attend to ``window`` positions, including
@@ -69,10 +96,18 @@ class AttentionBlock:
         if window is None or window >= self.length:
             return self
         if window not in self._within:
-            distance = self.positions[:, None, :, None] - self.positions[:, None, None, :]
-            allowed = self.allowed & (distance < window)
-            self._within[window] = replace(self, allowed=allowed, bias=_bias(allowed), masked=True)
+            self._within[window] = replace(self, window=window)
         return self._within[window]
+
+    def release(self) -> None:
+        """Forget the masks."""
+        self.__dict__.pop("bias", None)
+        self._within.clear()
+
+    def to(self, device: torch.device) -> AttentionBlock:
+        owners = None if self.owners is None else self.owners.to(device)
+        images = None if self.images is None else self.images.to(device)
+        return replace(self, positions=self.positions.to(device), owners=owners, images=images)
 
 
 @dataclass
@@ -93,17 +128,65 @@ class PaddedLayout:
     identity: bool
 
     def to(self, device: torch.device) -> PaddedLayout:
-        blocks = [
-            replace(
-                b,
-                allowed=b.allowed.to(device),
-                bias=b.bias.to(device),
-                positions=b.positions.to(device),
-            )
-            for b in self.blocks
-        ]
+        blocks = [block.to(device) for block in self.blocks]
         gather, cells, padding = (x.to(device) for x in (self.gather, self.cells, self.padding))
         return PaddedLayout(blocks, gather, cells, padding, self.identity)
+
+    def release(self) -> None:
+        """Forget the masks of all blocks; their next use builds them anew."""
+        for block in self.blocks:
+            block.release()
+
+
+@dataclass
+class LaterTokens:
+    """The later tokens of their image that tokens of images attend to, as causal sequences: those
+    of an image in reversed order.
+
+    Attributes:
+        queries: int64 [N], packed positions of the tokens of images but the last one of each.
+        keys: int64 [N], the position after that of each query.
+        ends: int32 [images + 1], cumulative lengths.
+        longest: the largest length.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    ends: Tensor
+    longest: int
+
+    @staticmethod
+    def of(images: Tensor, starts: Tensor) -> LaterTokens | None:
+        """Find the images' tokens; None if no image has two.
+
+        Args:
+            images: int64 [T], as in `padded_layout`.
+            starts: the first position of each sequence.
+
+        Example (an image of three tokens):
+            >>> later = LaterTokens.of(torch.tensor([-1, 0, 0, 0, -1]), torch.tensor([0]))
+            >>> later.queries.tolist(), later.keys.tolist(), later.ends.tolist()
+            ([2, 1], [3, 2], [0, 2])
+        """
+        # bounds[t + 1]: tokens t and t + 1 are of one image
+        bounds = torch.zeros(images.numel() + 1, dtype=torch.int8)
+        bounds[1:-1] = (images[1:] == images[:-1]) & (images[1:] >= 0)
+        bounds[starts] = 0
+        steps = bounds.diff(append=bounds.new_zeros(1))
+        begins = torch.nonzero(steps == 1)[:, 0].tolist()
+        stops = torch.nonzero(steps == -1)[:, 0].tolist()
+        if not begins:
+            return None
+        queries = torch.cat(
+            [torch.arange(stop - 1, begin - 1, -1) for begin, stop in zip(begins, stops)]
+        )
+        lengths = [stop - begin for begin, stop in zip(begins, stops)]
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return LaterTokens(queries, queries + 1, ends, max(lengths))
+
+    def to(self, device: torch.device) -> LaterTokens:
+        queries, keys, ends = (x.to(device) for x in (self.queries, self.keys, self.ends))
+        return LaterTokens(queries, keys, ends, self.longest)
 
 
 @dataclass
@@ -181,6 +264,8 @@ class PackedSequences(PackedSeqParams):
         branches: for each sequence the length of its prompt and of each branch that continues it;
             the sums are ``lengths``.
         padded: the same tokens as dense blocks; None for the packed kernel.
+        later: the later tokens that tokens of images attend to, for the packed kernel; None if
+            attention is causal.
         rotary: (cos, sin) of every position for each rotary embedding of the model's layers; the
             model sets it on first use.
         query_factors: [T, 1, 1], factors of the queries by position, set with ``rotary``; None for
@@ -197,6 +282,7 @@ class PackedSequences(PackedSeqParams):
     branches: list[list[int]] = field(default_factory=list)
     positions: Tensor | None = None
     padded: PaddedLayout | None = None
+    later: LaterTokens | None = None
     rotary: dict[RotaryKind, tuple[Tensor, Tensor]] | None = None
     query_factors: Tensor | None = None
     context: ContextSplit | None = None
@@ -552,16 +638,16 @@ def branches_per_prompt(prompt: int, response: float, siblings: int, pair_cost: 
 
 
 def _describe(stream: _TokenStream, options: PackingOptions) -> PackedSequences:
-    """Describe the full token stream for attention, without the rank's positions.
-
-    Kernels for packed sequences are causal, so tokens that attend to later ones need dense blocks.
-    """
+    """Describe the full token stream for attention, without the rank's positions."""
     branches = stream.branches
     is_bidirectional = options.vision is not None and options.vision.bidirectional
     images = stream.images if is_bidirectional else None
-    dense = options.dense or images is not None
     lengths = [sum(family) for family in branches]
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    padded = padded_layout(branches, images) if options.dense else None
+    later = None
+    if images is not None and not options.dense:
+        later = LaterTokens.of(images, ends[:-1].long())
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=ends.to(options.device),
@@ -570,7 +656,8 @@ def _describe(stream: _TokenStream, options: PackingOptions) -> PackedSequences:
         max_seqlen_kv=max(lengths),
         lengths=lengths,
         branches=branches,
-        padded=padded_layout(branches, images).to(options.device) if dense else None,
+        padded=None if padded is None else padded.to(options.device),
+        later=None if later is None else later.to(options.device),
     )
 
 
@@ -578,7 +665,8 @@ def _describe(stream: _TokenStream, options: PackingOptions) -> PackedSequences:
 
 
 def padded_layout(branches: Sequence[Sequence[int]], images: Tensor | None = None) -> PaddedLayout:
-    """Group sequences by length to reduce padding.
+    """Group sequences by length to reduce padding, and apart from those with images, which need
+    masks of their own.
 
     Args:
         branches: per sequence the length of its prompt and of each response branch; [n] for a
@@ -596,14 +684,19 @@ def padded_layout(branches: Sequence[Sequence[int]], images: Tensor | None = Non
     blocks: list[AttentionBlock] = []
     gather = []
     padding = []
-    for members in _blocks_by_length(lengths):
+    has_images = [False] * len(lengths)
+    if images is not None:
+        has_images = [bool((own >= 0).any()) for own in images.split(lengths)]
+    for members in _blocks_by_length(lengths, has_images):
         longest = max(lengths[i] for i in members)
         sizes = torch.tensor([lengths[i] for i in members])[:, None]
         begins = torch.tensor([starts[i] for i in members])[:, None]
         offsets = torch.arange(longest)[None, :]
         cells_of = begins + torch.minimum(offsets, sizes - 1)
         beyond = offsets >= sizes
-        own = None if images is None else images[cells_of].masked_fill_(beyond, -1)
+        own = None
+        if images is not None and has_images[members[0]]:
+            own = images[cells_of].masked_fill_(beyond, -1)
         blocks.append(_block([branches[i] for i in members], longest, own))
         gather.append(cells_of.reshape(-1))
         padding.append(beyond.reshape(-1))
@@ -616,10 +709,11 @@ def padded_layout(branches: Sequence[Sequence[int]], images: Tensor | None = Non
     return PaddedLayout(blocks, all_cells, cells, is_padding[:, None, None], identity)
 
 
-def _blocks_by_length(lengths: Sequence[int]) -> list[list[int]]:
+def _blocks_by_length(lengths: Sequence[int], kinds: Sequence[bool]) -> list[list[int]]:
+    """Group sequences of one kind and of similar length."""
     blocks: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if blocks:
+    for i in sorted(range(len(lengths)), key=lambda i: (kinds[i], -lengths[i], i)):
+        if blocks and kinds[i] == kinds[blocks[-1][0]]:
             longest = lengths[blocks[-1][0]]
             tokens = sum(lengths[j] for j in blocks[-1]) + lengths[i]
             if longest * (len(blocks[-1]) + 1) <= tokens * _MAX_PADDED_RATIO:
@@ -636,25 +730,13 @@ def _block(
     Args:
         images: int64 [sequences, length], as in `padded_layout`.
     """
-    causal = torch.ones(length, length, dtype=torch.bool).tril_()
-    # a single response continues its prompt and needs no mask beyond the causal one
-    branched = any(len(parts) > 2 for parts in branches)
-    allowed = causal[None, None]
-    if images is not None:
-        is_same = (images[:, :, None] == images[:, None, :]) & (images[:, :, None] >= 0)
-        allowed = allowed | is_same[:, None]
     positions = torch.arange(length)[None]
-    if branched:
+    owners = None
+    # a single response continues its prompt and needs no mask beyond the causal one
+    if any(len(parts) > 2 for parts in branches):
         positions = torch.stack([_positions(parts, length) for parts in branches])
-        owner = torch.stack([_owners(parts, length) for parts in branches])
-        same = (owner[:, :, None] == owner[:, None, :]) | (owner == 0)[:, None, :]
-        allowed = allowed & same[:, None]
-    masked = branched or images is not None
-    return AttentionBlock(len(branches), length, allowed, _bias(allowed), positions, masked)
-
-
-def _bias(allowed: Tensor) -> Tensor:
-    return torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, float("-inf"))
+        owners = torch.stack([_owners(parts, length) for parts in branches])
+    return AttentionBlock(len(branches), length, positions, owners, images)
 
 
 def _positions(parts: Sequence[int], length: int) -> Tensor:

@@ -13,7 +13,7 @@ queries, keys and values:
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -23,21 +23,9 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from slime.trainer.megatron.attention import PackedAttention
+from slime.trainer.megatron.flash import BlockKernel, Kernel, PackedKernel
 from slime.trainer.megatron.layers import leave_as_it_is
 from slime.trainer.megatron.packed import AttentionBlock, PackedSequences
-
-
-class Kernel(Protocol):
-    """Attention without sinks."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output in the shape of ``query`` [..., dim], and the log-sum-exp of each row's
-        scores, float32 [...]."""
-
-    def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value."""
 
 
 def attend_with_sinks(
@@ -73,64 +61,6 @@ class _AttendWithSinks(torch.autograd.Function):
         products = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
         grad_sinks = -(share * products).sum_to_size(sinks.shape).to(sinks.dtype)
         return *grads, grad_sinks, None
-
-
-class _PackedKernel:
-    """torch's flash attention for packed sequences: query [T, heads, dim], keys and values [T,
-    groups, dim]."""
-
-    def __init__(self, sequences: PackedSequences, scale: float, window: int | None) -> None:
-        self._ends = sequences.cu_seqlens_q
-        self._longest = sequences.max_seqlen_q
-        self._options = {
-            "scale": scale,
-            "window_size_left": -1 if window is None else window - 1,
-            "window_size_right": 0,
-        }
-        self._state: tuple[Tensor, Tensor] | None = None
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
-            query, key, value, self._ends, self._ends, self._longest, self._longest, 0.0, True,
-            False, **self._options,
-        )  # fmt: skip
-        self._state = state, unused
-        return out, lse.t()  # the kernel returns [heads, T]
-
-    def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        assert self._state is not None
-        grads = torch.ops.aten._flash_attention_backward(
-            grad, query, key, value, out, lse.t().contiguous(), self._ends, self._ends,
-            self._longest, self._longest, 0.0, True, *self._state, **self._options,
-        )  # fmt: skip
-        return cast(tuple[Tensor, Tensor, Tensor], grads)
-
-
-class _BlockKernel:
-    """torch's CPU flash attention on a dense block: query, key and value [B, heads, L, dim] with
-    equal numbers of heads."""
-
-    def __init__(self, block: AttentionBlock, scale: float, dtype: torch.dtype) -> None:
-        self._options: dict[str, Any] = {"scale": scale}
-        if block.masked:
-            self._options["attn_mask"] = block.bias.to(dtype)
-        self._is_causal = not block.masked
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, self._is_causal, **self._options
-        )
-        return out, lse
-
-    def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, out, lse, 0.0, self._is_causal, **self._options
-        )
-        return cast(tuple[Tensor, Tensor, Tensor], grads)
 
 
 def explicit_with_sinks(
@@ -173,7 +103,7 @@ class SinkAttention(PackedAttention):
     def _packed(
         self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences
     ) -> Tensor:
-        kernel = _PackedKernel(sequences, self.scale, self.window)
+        kernel = PackedKernel.of(sequences, self.scale, self.window)
         return attend_with_sinks(query, key, value, self._sinks(query.size(1), sequences), kernel)
 
     def _in_block(
@@ -191,7 +121,7 @@ class SinkAttention(PackedAttention):
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         if query.is_cuda:  # float32, which the GPU's flash attention does not support
             return explicit_with_sinks(q, k, v, sinks, block.bias, self.scale).transpose(1, 2)
-        kernel = _BlockKernel(block, self.scale, query.dtype)
+        kernel = BlockKernel(block, self.scale, query.dtype)
         return attend_with_sinks(q, k, v, sinks[:, None], kernel).transpose(1, 2)
 
     def sharded_state_dict(
