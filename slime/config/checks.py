@@ -375,6 +375,7 @@ def _sampling(draft: Draft) -> None:
             why="where a sample is cut at the end of a rollout depends on timing",
             fix="leave one of them out",
         )
+    _partial_rollout(draft)
     if draft["num_epoch"] is not None and draft["streaming_data"]:
         raise UserError(
             "--num-epoch needs the number of prompts, which is unknown for a streamed data set",
@@ -386,6 +387,26 @@ def _sampling(draft: Draft) -> None:
             f"--rollout-batch-size {draft['rollout_batch_size']}",
             fix=f"pass --over-sampling-batch-size {draft['rollout_batch_size']} or more",
         )
+
+
+def _partial_rollout(draft: Draft) -> None:
+    """Warn of --partial-rollout where the built-in rollout draws no more groups than it needs."""
+    draws_more = draft["over_sampling_batch_size"] > draft["rollout_batch_size"] or any(
+        draft[dest]
+        for dest in ("dynamic_sampling_filter_path", "data_source_path", "rollout_function_path")
+    )
+    draws_none = draft["load_debug_rollout_data"] is not None or draft["num_rollout"] == 0
+    if not draft["partial_rollout"] or draws_more or draws_none:
+        return
+    flags = ["--partial-rollout"]
+    if draft["mask_offpolicy_in_partial_rollout"]:
+        flags.append("--mask-offpolicy-in-partial-rollout")
+    draft.warnings.append(
+        f"{' and '.join(flags)} hardly ever {'act' if len(flags) > 1 else 'acts'}: a rollout draws "
+        f"the {draft['rollout_batch_size']} prompts that it needs and waits for all of them, so "
+        "none is unfinished when the batch is full, unless a group failed and was replaced; pass "
+        "--over-sampling-batch-size as well"
+    )
 
 
 def _unread_data(draft: Draft) -> None:

@@ -186,8 +186,8 @@ class RolloutConfig:
     dynamic_sampling_filter_path: str | None = flag(None, needs=SAMPLES, read_by="collection")
     """Function (args, samples) -> bool that decides whether a finished group is kept."""
     partial_rollout: bool = flag(False, needs=SAMPLES, read_by="collection")
-    """Keep samples that are unfinished when the batch is full, and finish them in the next
-    rollout."""
+    """Keep samples that are unfinished when the batch is full, and finish them in the next rollout.
+    There are some with --over-sampling-batch-size or a dynamic filter."""
     mask_offpolicy_in_partial_rollout: bool = flag(
         False, needs=on("partial_rollout"), read_by="collection"
     )
