@@ -22,6 +22,7 @@ from slime.config.engine_flags import ENGINE_OPTIONS
 from slime.config.estimators import FACTS
 from slime.config.flag import DATA_LOSSES, GENERATES, FlagSpec, option_of
 from slime.config.missing_families import BUILT_IN, described_by, missing_family
+from slime.config.parts import absent
 from slime.config.resolve import resolve
 from slime.config.values import check_number
 from slime.errors import UserError
@@ -118,6 +119,7 @@ def violations(draft: Draft) -> Iterator[UserError]:
         _placement,
         _nccl_timeout,
         _external_engines,
+        _external_alone,
         _lengths,
         _sampling,
         _unread_data,
@@ -338,6 +340,33 @@ def _external_engines(draft: Draft) -> None:
                 f"--rollout-external-engine-addrs names {url} {urls.count(url)} times",
                 fix="name it once",
             )
+
+
+#: Flags of engines that other parts read too: the trainer rounds a quantised base to this type.
+_READ_WITHOUT_ENGINE = ("sglang_dtype", "embedded_dtype")
+
+
+def _external_alone(draft: Draft) -> None:
+    """Warn of options of engines where the run starts none. External ones have their own."""
+    if (
+        not draft["rollout_external_engine_addrs"]
+        or draft["rollout_num_gpus"]
+        or "engine" in absent(draft.values)
+    ):
+        return
+    section = ENGINE_OPTIONS[draft["rollout_engine"]].section
+    given = [
+        option_of(dest)
+        for dest in sorted(draft.given.values)
+        if draft.differs(dest)
+        and (section in draft.specs[dest].sections or dest.startswith("embedded_"))
+        and dest not in _READ_WITHOUT_ENGINE
+    ]
+    if given:
+        draft.warnings.append(
+            "the run starts no engine of its own (--rollout-num-gpus 0), and external engines have "
+            f"the options that they were started with; left out: {', '.join(given)}"
+        )
 
 
 def _lengths(draft: Draft) -> None:
