@@ -22,6 +22,7 @@ from slime.config.engine_flags import ENGINE_OPTIONS
 from slime.config.estimators import FACTS
 from slime.config.flag import DATA_LOSSES, GENERATES, FlagSpec, option_of
 from slime.config.missing_families import BUILT_IN, described_by, missing_family
+from slime.config.parts import absent
 from slime.config.resolve import resolve
 from slime.config.values import check_number
 from slime.errors import UserError
@@ -118,6 +119,7 @@ def violations(draft: Draft) -> Iterator[UserError]:
         _placement,
         _nccl_timeout,
         _external_engines,
+        _external_alone,
         _lengths,
         _sampling,
         _unread_data,
@@ -340,6 +342,33 @@ def _external_engines(draft: Draft) -> None:
             )
 
 
+#: Flags of engines that other parts read too: the trainer rounds a quantised base to this type.
+_READ_WITHOUT_ENGINE = ("sglang_dtype", "embedded_dtype")
+
+
+def _external_alone(draft: Draft) -> None:
+    """Warn of options of engines where the run starts none. External ones have their own."""
+    if (
+        not draft["rollout_external_engine_addrs"]
+        or draft["rollout_num_gpus"]
+        or "engine" in absent(draft.values)
+    ):
+        return
+    section = ENGINE_OPTIONS[draft["rollout_engine"]].section
+    given = [
+        option_of(dest)
+        for dest in sorted(draft.given.values)
+        if draft.differs(dest)
+        and (section in draft.specs[dest].sections or dest.startswith("embedded_"))
+        and dest not in _READ_WITHOUT_ENGINE
+    ]
+    if given:
+        draft.warnings.append(
+            "the run starts no engine of its own (--rollout-num-gpus 0), and external engines have "
+            f"the options that they were started with; left out: {', '.join(given)}"
+        )
+
+
 def _lengths(draft: Draft) -> None:
     cap = draft["seq_length"]
     context = draft["rollout_max_context_len"]
@@ -375,6 +404,7 @@ def _sampling(draft: Draft) -> None:
             why="where a sample is cut at the end of a rollout depends on timing",
             fix="leave one of them out",
         )
+    _partial_rollout(draft)
     if draft["num_epoch"] is not None and draft["streaming_data"]:
         raise UserError(
             "--num-epoch needs the number of prompts, which is unknown for a streamed data set",
@@ -386,6 +416,26 @@ def _sampling(draft: Draft) -> None:
             f"--rollout-batch-size {draft['rollout_batch_size']}",
             fix=f"pass --over-sampling-batch-size {draft['rollout_batch_size']} or more",
         )
+
+
+def _partial_rollout(draft: Draft) -> None:
+    """Warn of --partial-rollout where the built-in rollout draws no more groups than it needs."""
+    draws_more = draft["over_sampling_batch_size"] > draft["rollout_batch_size"] or any(
+        draft[dest]
+        for dest in ("dynamic_sampling_filter_path", "data_source_path", "rollout_function_path")
+    )
+    draws_none = draft["load_debug_rollout_data"] is not None or draft["num_rollout"] == 0
+    if not draft["partial_rollout"] or draws_more or draws_none:
+        return
+    flags = ["--partial-rollout"]
+    if draft["mask_offpolicy_in_partial_rollout"]:
+        flags.append("--mask-offpolicy-in-partial-rollout")
+    draft.warnings.append(
+        f"{' and '.join(flags)} hardly ever {'act' if len(flags) > 1 else 'acts'}: a rollout draws "
+        f"the {draft['rollout_batch_size']} prompts that it needs and waits for all of them, so "
+        "none is unfinished when the batch is full, unless a group failed and was replaced; pass "
+        "--over-sampling-batch-size as well"
+    )
 
 
 def _unread_data(draft: Draft) -> None:

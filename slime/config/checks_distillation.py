@@ -30,6 +30,7 @@ def distillation(draft: Draft) -> None:
         _trainer_teachers(draft)
     else:
         _engine_teachers(draft)
+    _idle_key(draft)
     if draft["disable_compute_advantages_and_returns"] and draft["opd_loss"] == "sampled":
         raise UserError(
             "--use-opd and --disable-compute-advantages-and-returns exclude each other",
@@ -60,6 +61,31 @@ def may_score(args: Any) -> bool:
         args: the flat view of the configuration.
     """
     return any(getattr(args, dest) for dest in _MAY_SCORE)
+
+
+def only_teacher(key: str, name: str) -> str:
+    """Return a warning that --opd-teacher-key ``key`` chooses among one teacher."""
+    return (
+        f"--opd-teacher-key {key} has no effect: there is one teacher, {name}, and rows need not "
+        "name it"
+    )
+
+
+def _idle_key(draft: Draft) -> None:
+    """Warn of --opd-teacher-key where there is nothing to choose. `slime.run.preflight` does so
+    for the models of --sglang-config."""
+    if not draft.differs("opd_teacher_key"):
+        return
+    key = draft["opd_teacher_key"]
+    in_trainer = draft["opd_type"] == "megatron"
+    teachers = read_teachers(draft["opd_teacher_load" if in_trainer else "opd_teacher_urls"])
+    if len(teachers) == 1:
+        draft.warnings.append(only_teacher(key, teachers[0].name))
+    elif not teachers and not draft["sglang_config"]:
+        draft.warnings.append(
+            f"--opd-teacher-key {key} chooses no teacher: your functions score, and they alone "
+            "could read it"
+        )
 
 
 def _trainer_teachers(draft: Draft) -> None:

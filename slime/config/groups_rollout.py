@@ -33,6 +33,12 @@ _HAS_ENGINES = unless("debug_train_only", why="no engine is started that could a
 _PORT = Interval(0, 65535, what="0 is a free one")
 #: The reference system's rollout function for supervised fine-tuning, which launch scripts pass.
 _SFT_PATH = "slime.rollout.sft_rollout.generate_rollout"
+#: Values of --rm-type that use no worker process.
+WITHOUT_WORKERS = tuple(
+    prefix + name
+    for prefix in ("", "boxed_")
+    for name in ("dapo", "f1", "gpqa", "random", "remote_rm", "reward_model")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,8 +186,8 @@ class RolloutConfig:
     dynamic_sampling_filter_path: str | None = flag(None, needs=SAMPLES, read_by="collection")
     """Function (args, samples) -> bool that decides whether a finished group is kept."""
     partial_rollout: bool = flag(False, needs=SAMPLES, read_by="collection")
-    """Keep samples that are unfinished when the batch is full, and finish them in the next
-    rollout."""
+    """Keep samples that are unfinished when the batch is full, and finish them in the next rollout.
+    There are some with --over-sampling-batch-size or a dynamic filter."""
     mask_offpolicy_in_partial_rollout: bool = flag(
         False, needs=on("partial_rollout"), read_by="collection"
     )
@@ -298,8 +304,27 @@ class RewardConfig:
     serve a large one, and pass --rm-type remote_rm."""
     rm_timeout: float = flag(60.0, range=POSITIVE, needs=GENERATES)
     """Time-out of a reward call in seconds."""
-    rm_num_workers: int = derived("CPU cores of this host, at most 8", range=SOME, needs=GENERATES)
-    """Worker processes of CPU-bound reward functions."""
+    rm_num_workers: int = derived(
+        "CPU cores of this host, at most 8",
+        range=SOME,
+        needs=(
+            GENERATES,
+            unless(
+                "custom_rm_path",
+                why="that function gives the rewards; workers grade only if it calls a built-in "
+                "reward",
+                warns=True,
+            ),
+            unless(
+                "rm_type",
+                *WITHOUT_WORKERS,
+                why="only rows and evaluation sets whose own rm_type is math, deepscaler or "
+                "ifbench use workers",
+                warns=True,
+            ),
+        ),
+    )
+    """Worker processes of the built-in rewards math, deepscaler and ifbench."""
     overlong_buffer_len: int | None = flag(
         None,
         range=SOME,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from slime.config.flag import (
+    DATA_LOSSES,
     GENERATES,
     NONE_OR_SOME,
     SAMPLES,
@@ -119,8 +120,17 @@ class TrainConfig:
     custom_megatron_before_train_step_hook_path: str | None = flag(None)
     """Function (args, rollout_id, step_id, model, optimizer, opt_param_scheduler) run before each
     step's passes."""
-    use_routing_replay: bool = derived("use_rollout_routing_replay")
-    """Training reuses the experts that the old-policy pass chose, and recomputes their weights."""
+    use_routing_replay: bool = derived(
+        "use_rollout_routing_replay",
+        needs=unless(
+            "loss_type",
+            *DATA_LOSSES,
+            why="losses of the data's own answers compare with no old policy, whose experts could "
+            "be replayed",
+        ),
+    )
+    """Training reuses the experts that the old-policy pass chose, and recomputes their weights. In
+    the first optimizer step of a rollout both passes have the same weights."""
     use_rollout_routing_replay: bool = flag(
         False, needs=SAMPLES, read_by=("generation", "training", "engine")
     )

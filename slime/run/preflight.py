@@ -29,7 +29,7 @@ from slime.checkpoints.load_plan import (
 )
 from slime.cluster.engine_fit import check_fit, external_urls, fetch_engine_info
 from slime.compat.plugin_imports import check_plugin_imports
-from slime.config.checks_distillation import may_score
+from slime.config.checks_distillation import may_score, only_teacher
 from slime.config.config import Config
 from slime.config.flag import option_of
 from slime.config.te_flags import is_installed, missing
@@ -338,6 +338,10 @@ def _teacher_folders(config: Config) -> Iterator[tuple[str, str]]:
                 fix="add the teacher's model to it, or pass --opd-teacher-urls or "
                 "--opd-teacher-load",
             )
+        key = flags.opd_teacher_key
+        is_idle = len(teachers) == 1 and key != type(flags).opd_teacher_key
+        if is_idle and not flags.opd_teacher_urls:  # of the flag's teachers resolution warns
+            logger.warning("%s", only_teacher(key, teachers[0].name))
         for teacher in teachers:
             path = served.get(teacher.source)
             if path is None:

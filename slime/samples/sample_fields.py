@@ -79,7 +79,15 @@ def _is_finite(value: Any) -> bool:
 
 
 def _are_spans(value: Any) -> bool:
-    return isinstance(value, list) and all(hasattr(item, "weight_version") for item in value)
+    return isinstance(value, list) and all(
+        hasattr(item, "weight_version") and _is_whole(item.weight_version) for item in value
+    )
+
+
+def _are_versions(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(item, str) or (_is_count(item) and not isinstance(item, bool)) for item in value
+    )
 
 
 def _anything(value: Any) -> bool:
@@ -121,7 +129,11 @@ FIELDS: dict[str, SampleField] = {
     "loss_mask": SampleField(
         "a list of 0 and 1, or None", _either(list), is_frozen=True, is_per_token=True
     ),
-    "weight_versions": SampleField("a list", _is_list, is_frozen=True),
+    "weight_versions": SampleField(
+        "a list of the weight_version of engines' answers, text or whole numbers",
+        _are_versions,
+        is_frozen=True,
+    ),
     "rollout_log_probs": SampleField(
         "a list of numbers, or None", _either(list), is_frozen=True, is_per_token=True
     ),
@@ -145,7 +157,11 @@ FIELDS: dict[str, SampleField] = {
     "non_generation_time": SampleField("a finite number of seconds", _is_finite),
     "spec_info": SampleField(_COUNTS, lambda value: hasattr(value, "spec_verify_ct")),
     "prefix_cache_info": SampleField(_COUNTS, lambda value: hasattr(value, "cached_tokens")),
-    "token_spans": SampleField("a list of TokenSpan", _are_spans, is_frozen=True),
+    "token_spans": SampleField(
+        "a list of TokenSpan, whose weight_version is a whole number or None",
+        _are_spans,
+        is_frozen=True,
+    ),
     "trace": SampleField("a dict, or None", _either(dict)),
     "source": SampleField("text, or None", _either(str)),
     "drawn_as": SampleField("left as it is: a note of the rollout", _either(int)),
@@ -158,7 +174,8 @@ FROZEN = tuple(name for name, field in FIELDS.items() if field.is_frozen)
 def kind_problem(sample: Any) -> tuple[str, str] | None:
     """The first field with an invalid value, and the fix; None if all are valid.
 
-    In per-token fields, arrays, tensors and tuples become lists; NumPy integers become Python's.
+    In per-token fields, arrays, tensors and tuples become lists; NumPy integers become Python's,
+    and entries of ``weight_versions`` text.
     """
     for name in ("tokens", *PER_TOKEN):
         setattr(sample, name, as_list(getattr(sample, name)))
@@ -168,6 +185,8 @@ def kind_problem(sample: Any) -> tuple[str, str] | None:
             return f"{name} {shown(value)}", f"give {field.wanted}"
         if field.fits in (_is_whole, _is_count) and value is not None:
             setattr(sample, name, operator.index(value))
+    if not all(type(version) is str for version in sample.weight_versions):
+        sample.weight_versions = [str(version) for version in sample.weight_versions]
     return None
 
 

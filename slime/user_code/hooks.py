@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.errors import UserError
 from slime.samples.types import Group, Sample
-from slime.user_code.loading import check_class, check_signature, file_of, load_function
+from slime.user_code.loading import check_class, check_signature, file_of, is_async, load_function
 
 if TYPE_CHECKING:
     import torch
@@ -192,7 +192,8 @@ class RolloutFunction(Protocol):
 class GenerateFunction(Protocol):
     """``--custom-generate-function-path``: generates the response of one sample.
 
-    It must be async. It returns the sample that it was given, or a list of samples (fan-out), all
+    It must be async; the launch refuses a function whose source shows that it returns the sample
+    itself. It returns the sample that it was given, or a list of samples (fan-out), all
     of which are trained on. ``sampling_params`` is a dict of this sample alone, with SGLang's
     names.
 
@@ -658,6 +659,25 @@ HOOKS: dict[str, type] = {
     "custom_megatron_before_train_step_hook_path": BeforeTrainStep,
 }
 
+#: Hooks that are called without ``await``: of an async function nothing would run.
+_SYNC = frozenset(
+    {
+        BufferFilter,
+        RewardPostProcess,
+        ConvertSamples,
+        RolloutDataPostprocess,
+        LossFunction,
+        AdvantageFunction,
+        TisFunction,
+        PgLossReducer,
+        ModelProvider,
+        LayerSpec,
+        MegatronInit,
+        BeforeLogProb,
+        BeforeTrainStep,
+    }
+)
+
 # -- checking --------------------------------------------------------------------------------------
 
 
@@ -672,12 +692,31 @@ def check_hooks(args: Any) -> None:
         paths = value if isinstance(value, (list, tuple)) else [value]
         for path in paths if flag in HOOKS else ():
             if path:
-                check_signature(load_function(path), HOOKS[flag], path)
+                _check(path, HOOKS[flag])
     if spec := vars(args).get("spec"):
-        check_signature(load_function(":".join(spec)), LayerSpec, ":".join(spec))
+        _check(":".join(spec), LayerSpec)
     source_path = vars(args).get("data_source_path")
     if source_path:
-        check_class(load_function(source_path), DataSource, source_path)
+        source = load_function(source_path)
+        check_class(source, DataSource, source_path)
+        for name in [name for name in vars(DataSource) if not name.startswith("_")]:
+            _check_sync(getattr(source, name), f"{source_path}.{name}")
+
+
+def _check(path: str, protocol: type) -> None:
+    fn = load_function(path)
+    check_signature(fn, protocol, path)
+    if protocol in _SYNC:
+        _check_sync(fn, path)
+
+
+def _check_sync(fn: Any, path: str) -> None:
+    if is_async(fn):
+        raise UserError(
+            f"'{path}' is async",
+            why="it is called without await, so that nothing in it would run",
+            fix="declare it with 'def'; for coroutines of yours call asyncio.run in it",
+        )
 
 
 def hook_files(args: Any) -> list[Path]:

@@ -6,9 +6,11 @@ The hooks themselves are in `slime.user_code.hooks`.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import difflib
+import dis
 import functools
 import importlib
 import importlib.util
@@ -16,6 +18,7 @@ import inspect
 import os
 import sys
 import sysconfig
+import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -253,8 +256,8 @@ def check_signature(fn: Any, protocol: type, path: str) -> None:
     """Check that ``fn`` can be called as ``protocol`` defines.
 
     Raises:
-        UserError: ``fn`` is not callable, or its parameters do not fit; the message shows the call
-            and the signature.
+        UserError: ``fn`` is not callable, is sync where ``protocol`` is async, or its parameters do
+            not fit; the message shows the call and the signature.
     """
     if not callable(fn):
         raise UserError(
@@ -271,6 +274,13 @@ def check_signature(fn: Any, protocol: type, path: str) -> None:
             f"'{path}' is a generator: calling it returns nothing yet",
             why="there is a yield in it",
             fix="let it return its result",
+        )
+    if inspect.iscoroutinefunction(protocol.__call__) and is_sync(fn):
+        raise UserError(
+            f"'{path}' is not async",
+            why="it is awaited, and what it returns is no coroutine",
+            fix="declare it with 'async def'; wait in it with 'await', for sync work with 'await "
+            "asyncio.to_thread(…)'",
         )
     wanted = list(inspect.signature(protocol.__call__).parameters.values())[1:]
     required = [p for p in wanted if p.default is p.empty]
@@ -345,6 +355,51 @@ def is_async(fn: Any) -> bool:
     """Whether calling ``fn`` gives a coroutine (functions, partials and objects with an async
     ``__call__``)."""
     return _kind_of(fn, inspect.iscoroutinefunction)
+
+
+def is_sync(fn: Any) -> bool:
+    """Whether calling ``fn`` certainly gives nothing to await: every ``return`` has a literal, or a
+    parameter as it was passed. False if that is unknown before the call, as where it returns what
+    another function gives.
+
+    Example:
+        >>> def shout(args, sample): sample.response += "!"; return sample
+        >>> is_sync(shout), is_sync(lambda args, sample: ask(sample))
+        (True, False)
+    """
+    if isinstance(fn, functools.partial):
+        return is_sync(fn.func)
+    function = fn if inspect.isroutine(fn) else type(fn).__call__
+    code = getattr(function, "__code__", None)
+    if is_async(fn) or code is None:
+        return False
+    try:
+        [tree] = ast.parse(textwrap.dedent(inspect.getsource(code))).body
+    # no source, as of a shell, or a lambda, whose source is a part of a statement
+    except (OSError, SyntaxError, ValueError):
+        return False
+    stored = [one.argval for one in dis.get_instructions(code) if one.opname.startswith("STORE")]
+    assigned = {
+        name for names in stored for name in (names if isinstance(names, tuple) else [names])
+    }
+    as_passed = {*code.co_varnames[: code.co_argcount]} - assigned - {*code.co_cellvars}
+    return isinstance(tree, ast.FunctionDef) and all(
+        isinstance(value, (ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.ListComp, type(None)))
+        or (isinstance(value, ast.Name) and value.id in as_passed)
+        for value in _returned(tree.body)
+    )
+
+
+def _returned(nodes: Iterable[ast.AST]) -> Iterator[ast.expr | None]:
+    """Yield what the ``return`` statements of a function's body give, without those of functions
+    within it."""
+    for node in nodes:
+        if isinstance(node, ast.Return):
+            yield node.value
+        elif not isinstance(
+            node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+        ):
+            yield from _returned(ast.iter_child_nodes(node))
 
 
 def _kind_of(fn: Any, *kinds: Callable[[Any], bool]) -> bool:

@@ -745,13 +745,35 @@ def test_engines_of_evaluations_take_turns_with_supervised_fine_tuning(
     assert config.sync.async_buffer_size == (0 if colocate and evaluates else 1)
 
 
+@pytest.mark.parametrize(
+    "surplus",
+    [
+        {"over_sampling_batch_size": 33},
+        {"dynamic_sampling_filter_path": "filters.keep"},
+        {"rollout_function_path": "mine.rollout"},
+        {"data_source_path": "mine.Source"},
+    ],
+)
+def test_partial_rollouts_without_surplus_groups_are_warned_of(surplus: dict[str, Any]) -> None:
+    flags = {"partial_rollout": True, "rollout_batch_size": 32}
+    [warning] = make_config(**flags).warnings
+    assert warning.startswith("--partial-rollout hardly ever acts: a rollout draws the 32 prompts")
+    [warning] = make_config(**flags, mask_offpolicy_in_partial_rollout=True).warnings
+    assert warning.startswith("--partial-rollout and --mask-offpolicy-in-partial-rollout hardly")
+    warnings = make_config(**flags, **surplus).warnings
+    assert not any("--partial-rollout" in warning for warning in warnings)
+
+
 def test_what_becomes_of_stale_samples() -> None:
     """A flag of what --max-staleness leaves; what trains on older tokens says what corrects for
     it."""
     refused("--stale-samples has no effect without --max-staleness", stale_samples="drop")
     assert make_config(max_staleness=1).sync.stale_samples == "requeue"
     masked = make_config(
-        max_staleness=1, partial_rollout=True, mask_offpolicy_in_partial_rollout=True
+        max_staleness=1,
+        over_sampling_batch_size=64,
+        partial_rollout=True,
+        mask_offpolicy_in_partial_rollout=True,
     )
     assert masked.sync.stale_samples == "correct" and masked.warnings == ()
     [warning] = make_config(max_staleness=1, stale_samples="correct").warnings

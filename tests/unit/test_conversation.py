@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime.prompts.chat_template import render_messages
 from slime.prompts.conversation import (
     ConversationError,
     UnreadKeys,
@@ -135,6 +136,19 @@ def test_arguments_as_text_are_decoded_once_and_as_they_are(arguments: dict[str,
     once = read_messages([{"role": "assistant", "tool_calls": [call]}], drops_nulls=True)
     assert once[0]["tool_calls"][0]["function"]["arguments"] == arguments
     assert read_messages(once) == once, "the one form stays as it is"
+
+
+def test_templates_write_numbers_of_arguments_in_their_shortest_form() -> None:
+    template = (
+        "{% for m in messages %}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}"
+    )
+    text = '{"a": 5.10, "b": 1e5, "c": -0, "d": 12345678901234567890123}'
+    for arguments in (text, json.loads(text)):
+        calls = [{"name": "f", "arguments": arguments}]
+        assert (
+            render_messages(make_tokenizer(template), [{"role": "assistant", "tool_calls": calls}])
+            == '{"a": 5.1, "b": 100000.0, "c": 0, "d": 12345678901234567890123}'
+        )
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,27 @@ def test_a_function_that_scores_at_another_temperature_is_warned_of() -> None:
     assert any("learns the teacher at temperature 1" in warning for warning in config.warnings)
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (DIR, ["--opd-teacher-key judge has no effect: there is one teacher, default, and"]),
+        (
+            {"opd_teacher_urls": ["math=http://a:1"]},
+            ["--opd-teacher-key judge has no effect: there is one teacher, math, and"],
+        ),
+        ({"custom_rm_path": "a.b"}, ["--opd-teacher-key judge chooses no teacher"]),
+        ({"opd_teacher_load": ["math=x", "code=y"]}, []),
+        ({"sglang_config": "models.yaml"}, []),  # its models are counted before the launch
+    ],
+)
+def test_a_key_that_chooses_among_fewer_than_two_teachers_is_warned_of(
+    flags: dict[str, Any], said: list[str]
+) -> None:
+    config = make_config(use_opd=True, opd_teacher_key="judge", **flags)
+    found = [warning for warning in config.warnings if "--opd-teacher-key" in warning]
+    assert [warning[: len(text)] for warning, text in zip(found, said, strict=True)] == said
+
+
 def test_a_teacher_teaches_without_the_labels_of_a_grader() -> None:
     graded: dict[str, Any] = {"rm_type": "math", "prompt_data": "rows.jsonl"}
     config = make_config(use_opd=True, **DIR, **graded)

@@ -7,7 +7,7 @@ import functools
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
@@ -19,12 +19,13 @@ from slime.samples.types import Group, Sample, groups_from_nested
 from slime.user_code import hooks
 from slime.user_code.hooks import (
     HOOKS,
+    DataSource,
     DynamicFilterOutput,
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,
     check_hooks,
 )
-from slime.user_code.loading import accepted, call_hook, check_signature, load_function
+from slime.user_code.loading import accepted, call_hook, check_signature, is_sync, load_function
 
 
 @pytest.fixture
@@ -139,6 +140,132 @@ def test_functions_that_do_not_fit(flag: str, fn: Any, said: str) -> None:
     with pytest.raises(UserError) as caught:
         check_signature(fn, HOOKS[flag], "my.fn")
     assert said in str(caught.value)
+
+
+class Generates:
+    def __call__(self, args, sample, sampling_params):
+        sample.response = "4"
+        return sample
+
+
+def logged(fn: Any) -> Any:
+    @functools.wraps(fn)
+    def wrapper(*args, **kwargs):
+        return fn(*args, **kwargs)
+
+    return wrapper
+
+
+@logged
+def returns_from_a_wrapper(args, sample, sampling_params):
+    return sample
+
+
+def returns_a_copy(args, sample, sampling_params):
+    sample = generate_with(args, sample, sampling_params)
+    return sample
+
+
+def returns_what_an_inner_function_set(args, sample, sampling_params):
+    def ask():
+        nonlocal sample
+        sample = generate_with(args, sample, sampling_params)
+
+    ask()
+    return sample
+
+
+def sometimes_sync(args, sample, sampling_params):
+    if sample.response:
+        return sample
+    return generate_with(args, sample, sampling_params)
+
+
+def returns_nothing(args, sample, sampling_params):
+    sample.response = "4"
+
+
+def returns_branches(args, sample, sampling_params):
+    def key(one):
+        return generate_with(args, one, sampling_params)
+
+    if key is None:
+        return [sample]
+    return sample
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        Generates(),
+        Generates().__call__,
+        functools.partial(Generates()),
+        returns_nothing,
+        returns_branches,
+        returns_from_a_wrapper.__wrapped__,
+    ],
+)
+def test_a_generate_function_that_cannot_be_awaited_is_refused_before_the_launch(fn: Any) -> None:
+    with pytest.raises(UserError, match=r"'my\.fn' is not async") as caught:
+        check_signature(fn, HOOKS["custom_generate_function_path"], "my.fn")
+    assert "declare it with 'async def'" in caught.value.fix
+    check_signature(fn, SampleHookOfThree, "my.fn")  # others may be either
+
+
+class SampleHookOfThree(Protocol):
+    def __call__(self, args: Any, sample: Any, sampling_params: Any, /) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        generate_with,
+        functools.partial(generate_with),
+        logged(generate_with),
+        returns_from_a_wrapper,
+        returns_a_copy,
+        returns_what_an_inner_function_set,
+        sometimes_sync,
+        lambda args, sample, sampling_params: sample,
+        max,
+        eval("lambda args, sample, sampling_params: sample"),  # without source
+    ],
+)
+def test_what_only_a_call_can_tell_is_left_to_the_call(fn: Any) -> None:
+    assert not is_sync(fn)
+    check_signature(fn, HOOKS["custom_generate_function_path"], "my.fn")
+
+
+async def never_awaited(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+class AsyncSource(DataSource):
+    def __init__(self, args: Any) -> None: ...
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        return []
+
+    async def add_samples(self, samples: list[list[Sample]]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "buffer_filter_path",
+        "custom_convert_samples_to_train_data_path",
+        "rollout_data_postprocess_path",
+        "custom_megatron_init_path",
+        "custom_megatron_before_train_step_hook_path",
+    ],
+)
+def test_a_coroutine_that_nobody_would_await_is_refused_before_the_launch(flag: str) -> None:
+    path = f"{__name__}.never_awaited"
+    with pytest.raises(UserError, match=f"'{path}' is async"):
+        check_hooks(SimpleNamespace(**{flag: path}))
+    check_hooks(SimpleNamespace(rollout_sample_filter_path=path))
+    with pytest.raises(UserError, match=r"AsyncSource\.add_samples' is async"):
+        check_hooks(SimpleNamespace(data_source_path=f"{__name__}.AsyncSource"))
 
 
 def test_all_hooks_of_a_configuration_are_checked_before_launch(module) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slime.config import make_config
 from slime.errors import UserError
 from slime.processes.host import free_port
 from slime.run.preflight import check_architecture
@@ -351,6 +352,15 @@ def test_replay_of_a_dense_model_is_refused_before_anything_starts(
     ):
         check_architecture(trainer_config(hf_checkpoint=str(tmp_path), **{flag: True}))
     check_architecture(trainer_config(hf_checkpoint=str(model), **{flag: True}))
+
+
+@pytest.mark.parametrize("flag", ["use_routing_replay", "use_rollout_routing_replay"])
+@pytest.mark.parametrize("loss", ["sft_loss", "preference_loss"])
+def test_replay_without_an_old_policy_is_refused(flag: str, loss: str) -> None:
+    option = f"--{flag.replace('_', '-')}"
+    with pytest.raises(UserError, match=f"{option} has no effect with --loss-type {loss}"):
+        make_config(loss_type=loss, **{flag: True})
+    assert make_config(loss_type=loss, **{flag: False}).warnings == ()
 
 
 def test_the_engines_experts_imply_replay() -> None:

@@ -26,12 +26,13 @@ from hypothesis import strategies as st
 
 from slime.cli.reward import main as reward_cli
 from slime.config import make_config
+from slime.config.groups_rollout import WITHOUT_WORKERS
 from slime.errors import UserError
 from slime.prompts.chat_template import render_messages
-from slime.rollout.rewards import grading_pool, reward_model
+from slime.rollout.rewards import grading_pool, instructions, reward_model
 from slime.rollout.rewards.grading_pool import Grade, GradingPool
 from slime.rollout.rewards.math_grading import grade_deepscaler, grade_math
-from slime.rollout.rewards.pool import RewardPool
+from slime.rollout.rewards.pool import IN_WORKERS, RM_TYPES, RewardPool
 from slime.rollout.rewards.remote import RemoteReward
 from slime.rollout.rewards.text import (
     grade_dapo,
@@ -65,6 +66,16 @@ def with_pool(use: Any, **flags: Any) -> Any:
 
 def score(sample: Sample, **flags: Any) -> Any:
     return with_pool(lambda pool: pool.score(sample), **flags)
+
+
+def test_flags_know_which_rewards_use_workers() -> None:
+    in_process = {*RM_TYPES} - {*IN_WORKERS, instructions.NAME}
+    assert {name.removeprefix("boxed_") for name in WITHOUT_WORKERS} == in_process
+    for flags in ({"rm_type": "f1"}, {"custom_rm_path": "a.b"}):
+        [warning] = make_config(rm_num_workers=3, **flags).warnings
+        assert warning.startswith("--rm-num-workers has no effect with --")
+    for rm_type in (*IN_WORKERS, instructions.NAME, "boxed_math", None):
+        assert make_config(rm_num_workers=3, rm_type=rm_type).warnings == ()
 
 
 # -- graders ---------------------------------------------------------------------------------------

@@ -348,6 +348,19 @@ def test_a_policy_alone_is_no_teacher(tmp_path: Path) -> None:
     check_teachers(config_of(**flags, custom_rm_path="a.b"))  # it may score
 
 
+def test_a_key_that_chooses_the_only_model_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = {"model_path": "m", "update_weights": False}
+    models = [{"name": "actor"}, {"name": "judge"} | kept, {"name": "other"} | kept]
+    flags = {"rollout_num_gpus": 3, "use_opd": True, "opd_teacher_key": "by"}
+    check_teachers(config_of(sglang_config=models_file(tmp_path, *models), **flags))
+    assert "--opd-teacher-key" not in caplog.text
+    flags["rollout_num_gpus"] = 2
+    check_teachers(config_of(sglang_config=models_file(tmp_path, *models[:2]), **flags))
+    assert "--opd-teacher-key by has no effect: there is one teacher, judge" in caplog.text
+
+
 def test_every_model_has_engines_of_its_own(tmp_path: Path) -> None:
     judge = {
         "name": "judge",

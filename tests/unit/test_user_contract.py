@@ -708,6 +708,10 @@ WRONG: dict[str, tuple[Callable[[Sample], Any], str]] = {
     "a status None": (setting("status", None), "status None"),
     "a status of a list": (setting("status", []), "status []"),
     "versions": (setting("weight_versions", 3), "weight_versions 3"),
+    "a version of None": (setting("weight_versions", ["2", None]), "weight_versions ['2', None]"),
+    "a version of float": (setting("weight_versions", [2.0]), "weight_versions [2.0]"),
+    "a version of lists": (setting("weight_versions", [[0, 2]]), "weight_versions [[0, 2]]"),
+    "a version of spans": (setting("token_spans", [TokenSpan(0, 1, "2")]), "token_spans"),  # type: ignore[arg-type]
     "spans of tuples": (setting("token_spans", [(0, 1, 1)]), "token_spans"),
     "spans beyond": (setting("token_spans", [TokenSpan(0, 99, 1)]), "token_spans"),
     "a response of tokens": (setting("response", [1]), "response [1]"),
@@ -743,6 +747,7 @@ RIGHT: dict[str, Callable[[Sample], Any]] = {
     "almost certain": lambda s: setattr(s, "rollout_log_probs", [1e-6] * s.response_length),
     "no log-probs": setting("rollout_log_probs", None),
     "a status of text": setting("status", "truncated"),
+    "versions of numbers": lambda s: setattr(s, "weight_versions", [1, np.int64(2), "default"]),
     "the index of a row": setting("index", 0),
     "the group of a row": setting("group_index", 0),
     "one trajectory for all": setting("rollout_id", 0),
@@ -780,6 +785,11 @@ def test_a_sample_in_other_words_is_trained_on(right: str) -> None:
     assert len(group.trajectories) == len(GroupRun.of(group.for_later()).trajectories)
     [batch] = to_train_batches([group.to_group()], config(), TrainLayout(), 0)
     assert batch.num_samples == 2
+
+
+def test_versions_of_weights_are_text() -> None:
+    DO[:] = [RIGHT["versions of numbers"]]
+    assert [sample.weight_versions for sample in generated().samples] == [["1", "2", "default"]] * 2
 
 
 ODD_VALUES = st.one_of(
