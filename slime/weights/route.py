@@ -284,8 +284,8 @@ def check_experts(infos: Mapping[str, Mapping[str, Any]]) -> None:
         if backend.startswith("flashinfer_trtllm"):
             raise UserError(
                 f"engine {url} cannot take experts: its moe_runner_backend is {backend}",
-                why="SGLang permutes them for these kernels when it starts, and not again after a "
-                "push",
+                why="SGLang permutes them for these kernels when it starts, and up to 0.5.20 not "
+                "again after a push; later versions, which do, were not tried",
                 fix="pass --sglang-moe-runner-backend triton",
             )
 
