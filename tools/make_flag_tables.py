@@ -54,12 +54,21 @@ def _write(name: str, table: dict[str, Any], key: str) -> None:
 
 
 def _source(version: str, wheels: Path) -> str:
-    """The text of SGLang's server_args.py."""
+    """The text of SGLang's files that declare arguments. From 0.5.20 on, most are fields of classes
+    in a folder of their own."""
     if not list(wheels.glob(f"sglang-{version}-*.whl")):
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(wheels)]
         subprocess.run([*pip, f"sglang=={version}"], check=True, timeout=600)
-    wheel = next(wheels.glob(f"sglang-{version}-*.whl"))
-    return zipfile.ZipFile(wheel).read("sglang/srt/server_args.py").decode("utf-8")
+    wheel = zipfile.ZipFile(next(wheels.glob(f"sglang-{version}-*.whl")))
+    constants = "sglang/srt/arg_groups/choices.py"
+    folder = "sglang/srt/arg_groups/fields/"
+    files = [
+        *(name for name in wheel.namelist() if name == constants),
+        *sorted(name for name in wheel.namelist() if name.startswith(folder)),
+        "sglang/srt/server_args.py",
+    ]
+    texts = [wheel.read(name).decode("utf-8") for name in files if name.endswith(".py")]
+    return "\n".join(text.replace("from __future__ import annotations", "") for text in texts)
 
 
 # -- SGLang and its router
@@ -93,10 +102,10 @@ def _row(arg: ForeignArg) -> dict[str, Any]:
 
 
 def sglang_arguments(source: str) -> list[ForeignArg]:
-    """What ``python -m sglang.launch_server`` accepts, from the text of its ``server_args.py``."""
+    """What ``python -m sglang.launch_server`` accepts, from the text of `_source`."""
     reader = SourceReader(source)
     found: dict[str, ForeignArg] = {}
-    for arg in (*reader.annotated_fields("ServerArgs"), *reader.added_arguments()):
+    for arg in (*reader.annotated_fields(), *reader.added_arguments()):
         found.setdefault(arg.name, arg)
     return list(found.values())
 
@@ -201,14 +210,12 @@ class SourceReader:
 
     # -- annotated dataclass fields ----------------------------------------------------------------
 
-    def annotated_fields(self, class_name: str) -> list[ForeignArg]:
+    def annotated_fields(self) -> list[ForeignArg]:
         """Every field ``name: A[type, "help"]`` or ``A[type, Arg(…)]`` of a class that has a
         command-line form."""
-        node = next(
-            n for n in self._tree.body if isinstance(n, ast.ClassDef) and n.name == class_name
-        )
         found = []
-        for statement in node.body:
+        nodes = (node for node in self._tree.body if isinstance(node, ast.ClassDef))
+        for statement in (statement for node in nodes for statement in node.body):
             if not isinstance(statement, ast.AnnAssign) or not isinstance(
                 statement.target, ast.Name
             ):

@@ -215,7 +215,7 @@ def _check_server(config: Config, url: str, engine: EngineInfo) -> None:
             and not engine.abilities.sees_in_hybrids,
             f"it is {engine.abilities.engine} {info.get('version')}, which computes images of this "
             "model with one of the three rows of positions",
-            "start a newer version (SGLang after 0.5.16) or the embedded engine, or leave "
+            "start a newer version (SGLang after 0.5.18) or the embedded engine, or leave "
             "--multimodal-keys out",
         ),
         (

@@ -92,6 +92,10 @@ class ForeignArg:
     help: str = ""
 
 
+#: The newest release of SGLang that this system has run on GPUs with.
+SGLANG_ON_GPUS = "0.5.16"
+
+
 @functools.cache
 def _sglang_table() -> dict[str, Any]:
     return read_table("sglang.json")
@@ -107,12 +111,17 @@ def stored_sglang_args() -> tuple[str, list[ForeignArg]]:
 @functools.cache
 def sglang_args() -> tuple[str, list[ForeignArg]]:
     """(version, arguments) of the installed SGLang. A release without a table has the arguments of
-    the closest earlier one. Without SGLang: those of the newest supported release."""
-    newest, arguments = stored_sglang_args()
+    the closest earlier one. Without SGLang: those of `SGLANG_ON_GPUS`."""
     try:
         installed = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
-        return newest, arguments
+        installed = SGLANG_ON_GPUS
+    return sglang_args_of(installed)
+
+
+def sglang_args_of(installed: str) -> tuple[str, list[ForeignArg]]:
+    """(version, arguments) of a release."""
+    newest, arguments = stored_sglang_args()
     others = _sglang_table()["other_versions"]
     versions = [*others, newest]
     older = [version for version in versions if _numbers(version) <= _numbers(installed)]

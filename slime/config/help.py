@@ -10,7 +10,13 @@ from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 from slime.config.data import read_text
-from slime.config.engine_flags import SGLANG_RESERVED, sglang_args, stored_sglang_args, with_prefix
+from slime.config.engine_flags import (
+    SGLANG_ON_GPUS,
+    SGLANG_RESERVED,
+    sglang_args,
+    sglang_args_of,
+    with_prefix,
+)
 from slime.config.flag import FlagSpec, option_of
 from slime.config.flags import GROUPS, all_flags
 from slime.config.megatron_flags import SHORTHANDS, megatron_core
@@ -293,12 +299,13 @@ def flags_page() -> str:
         "What they say of the model is checked against the Hugging Face config.\n\n"
         f"{_TABLE_HEAD}\n{_rows(extra)}\n{shorthands}\n"
     )
-    version, arguments = stored_sglang_args()
-    sglang = with_prefix("sglang", arguments, SGLANG_RESERVED, version).values()
+    version, arguments = sglang_args_of(SGLANG_ON_GPUS)
+    by_name = sorted(arguments, key=lambda arg: arg.name)
+    sglang = with_prefix("sglang", by_name, SGLANG_RESERVED, version).values()
     parts.append(
         f"## SGLang\n\nOptions of SGLang's server behind `--sglang-` (table of sglang {version}; "
-        "an installed release from 0.5.12 on has a table of its own). Its documentation has their "
-        f"meaning.\n\n{_TABLE_HEAD}\n{_rows(sglang)}\n"
+        "an installed release from 0.5.12 to 0.5.23 has a table of its own). Its documentation has "
+        f"their meaning.\n\n{_TABLE_HEAD}\n{_rows(sglang)}\n"
     )
     router = [spec for spec in flags if "router" in spec.sections]
     parts.append(

@@ -99,6 +99,7 @@ class AdapterSync(EngineSync):
         self._route: Route | None = None
         self._shares_memory = False
         self._is_base_compared = False
+        self._by_rank: set[str] = set()  # URLs; see `Abilities.adapters_by_rank`
         self._packs_base = False  # engines pack quantised weights for their kernels
         self._previous: dict[str, str] = {}  # fingerprints of the last push; rank 0
         # Host memory for the next push, allocated in the background: that takes longer than filling
@@ -156,13 +157,11 @@ class AdapterSync(EngineSync):
         urls = [engine.url for engine in self._engines]
         fleet = self._fleet = EngineFleet(urls, self._patience)
         infos = fleet.get("/server_info", deadlines.ROUTE_INFO)
-        for url, info in zip(fleet.urls, infos, strict=True):
-            check_engine(
-                url,
-                Abilities.read(info),
-                self.layout,
-                has_quantised_base=self._quantisation is not None,
-            )
+        abilities = dict(zip(fleet.urls, map(Abilities.read, infos), strict=True))
+        for url, one in abilities.items():
+            has_quantised_base = self._quantisation is not None
+            check_engine(url, one, self.layout, has_quantised_base=has_quantised_base)
+        self._by_rank = {url for url, one in abilities.items() if one.adapters_by_rank}
         self._route = find_route(self.config, fleet, self._hf_config, on_this_node=on_this_node)
         self._shares_memory = on_this_node and all(is_local(url) for url in fleet.urls)
         self._packs_base = self._route.asks_ranks and self._quantisation is not None
@@ -177,7 +176,9 @@ class AdapterSync(EngineSync):
                 if name in plain and not dtype  # leave out parts of quantised weights
             }
             with self._paused():
-                self._check = SliceCheck(fleet, self._engines, address, shapes)
+                self._check = SliceCheck(
+                    fleet, self._engines, address, shapes, in_sessions=self._route.in_sessions
+                )
         else:
             self._check = WholeTensorCheck(fleet)
 
@@ -351,14 +352,9 @@ class AdapterSync(EngineSync):
             EngineError: one refused it.
         """
         assert self._fleet is not None
-        readers = sum(engine.num_ranks for engine in self._engines)
-        body = {
-            "lora_name": name,
-            "config_dict": self.layout.config_dict(str(self.config.checkpoint.hf_checkpoint)),
-            "serialized_tensors": buffer.payload(readers),
-        }
         limit = deadline_for(len(buffer.buffer))
-        answers = self._fleet.post_to(LOAD_ADAPTER, dict.fromkeys(self._fleet.urls, body), limit)
+        bodies = self._load_requests(name, buffer, self._fleet.urls)
+        answers = self._fleet.post_to(LOAD_ADAPTER, bodies, limit)
         # loaded by a failed push that is now repeated, because another engine died
         again = [url for url, one in answers.items() if _is_loaded_already(one)]
         if again:
@@ -366,15 +362,30 @@ class AdapterSync(EngineSync):
             for answer in self._fleet.post_to(UNLOAD_ADAPTER, unload, limit).values():
                 if isinstance(answer, EngineError):
                     raise answer
-            ranks = {engine.url.rstrip("/"): engine.num_ranks for engine in self._engines}
-            readers = sum(ranks[url] for url in again)
-            repeated = {**body, "serialized_tensors": buffer.payload(readers)}
-            answers |= self._fleet.post_to(LOAD_ADAPTER, dict.fromkeys(again, repeated), limit)
+            repeated = self._load_requests(name, buffer, again)
+            answers |= self._fleet.post_to(LOAD_ADAPTER, repeated, limit)
         for url, answer in answers.items():
             if isinstance(answer, EngineError):
                 raise answer
             if name not in (answer.get("loaded_adapters") or {}):
                 raise EngineError(url, f"does not list {name} among its adapters: {answer!r:.300}")
+
+    def _load_requests(
+        self, name: str, buffer: AdapterBuffer, urls: Sequence[str]
+    ) -> dict[str, dict[str, Any]]:
+        """Make the request to each engine. All ranks of all of them read one text."""
+        ranks = {engine.url.rstrip("/"): engine.num_ranks for engine in self._engines}
+        text = buffer.payload(sum(ranks[url] for url in urls))
+        body = {
+            "lora_name": name,
+            "config_dict": self.layout.config_dict(str(self.config.checkpoint.hf_checkpoint)),
+        }
+        return {
+            url: {**body, "serialized_named_tensors": [text] * ranks[url]}
+            if url in self._by_rank
+            else {**body, "serialized_tensors": text}
+            for url in urls
+        }
 
     @contextmanager
     def _paused(self) -> Iterator[None]:

@@ -16,7 +16,8 @@ import base64
 import json
 import pickle
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -34,6 +35,9 @@ from slime.weights.transport import EngineSlots
 
 #: dim, start, stop; "1:0:64" in JSON.
 Slice = tuple[int, int, int]
+
+#: In SGLang's refusal to begin a session while one is open.
+_OPEN_ALREADY = "already open"
 
 #: (name, tensor) → value to compare with the engines'.
 Digest = Callable[[str, torch.Tensor], Any]
@@ -66,6 +70,10 @@ class EngineCheck(Protocol):
 
     @property
     def digest(self) -> Digest: ...
+
+    def session(self, timeout: float) -> AbstractContextManager[None]:
+        """Return the context in which engines load weights (`Abilities.update_sessions`); it may
+        be entered inside of itself."""
 
     def begin(self, timeout: float) -> None:
         """Make engines track what they load; call before a transfer, after `open_layers`."""
@@ -149,6 +157,9 @@ class WholeTensorCheck:
         self._fleet = fleet
         self.digest: Digest = whole_tensor_digest
 
+    def session(self, timeout: float) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def begin(self, timeout: float) -> None: ...
 
     def compare(
@@ -195,12 +206,21 @@ class RankQuestions:
     Args:
         engines: one tensor-parallel rank per slot each.
         address: of this process, as the engines reach it.
+        in_sessions: see `Abilities.update_sessions`.
     """
 
-    def __init__(self, fleet: EngineFleet, engines: Sequence[EngineSlots], address: str) -> None:
+    def __init__(
+        self,
+        fleet: EngineFleet,
+        engines: Sequence[EngineSlots],
+        address: str,
+        in_sessions: bool = False,
+    ) -> None:
         self._fleet = fleet
         self._engines = engines
         self._address = address
+        self._in_sessions = in_sessions
+        self._is_open = False
         self._store = ExternalGroup.open_store(address, 1, deadlines.ENGINE_CHECK_ANSWER)
 
     def ask(self, request: Mapping[str, Any], timeout: float) -> list[list[dict[str, Any]]]:
@@ -225,11 +245,36 @@ class RankQuestions:
                 "flush_cache": False,
             }
 
-        self._fleet.post("/update_weights_from_tensor", body, timeout)
-        return [
-            [self._answer(f"{key}/{n}/{rank}", n) for rank in range(engine.num_ranks)]
-            for n, engine in enumerate(self._engines)
-        ]
+        with self.session(timeout):
+            self._fleet.post("/update_weights_from_tensor", body, timeout)
+            return [
+                [self._answer(f"{key}/{n}/{rank}", n) for rank in range(engine.num_ranks)]
+                for n, engine in enumerate(self._engines)
+            ]
+
+    @contextmanager
+    def session(self, timeout: float) -> Iterator[None]:
+        """Open a session on every engine, if they need one and none is open here.
+
+        After a failure the engines' sessions stay open, as some may be gone or hold a mix of
+        weights. The next session here takes them over.
+
+        Raises:
+            EngineError: an engine refuses.
+        """
+        if not self._in_sessions or self._is_open:
+            yield
+            return
+        bodies: dict[str, dict[str, Any]] = {url: {} for url in self._fleet.urls}
+        for answer in self._fleet.post_to("/begin_weight_update", bodies, timeout).values():
+            if isinstance(answer, EngineError) and _OPEN_ALREADY not in answer.what:
+                raise answer
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
+        self._fleet.post("/end_weight_update", {}, timeout)
 
     def close(self) -> None:
         del self._store  # the listening socket goes with it
@@ -265,6 +310,7 @@ class SliceCheck:
         address: of this process, as the engines reach it.
         shapes: of all tensors that pushes send, by name.
         opens: layers are open during loading and comparison.
+        in_sessions: see `Abilities.update_sessions`.
     Raises:
         EngineError: an engine cannot run the probe, or has layers that cannot be opened.
     """
@@ -276,13 +322,14 @@ class SliceCheck:
         address: str,
         shapes: Mapping[str, Sequence[int]],
         opens: bool = False,
+        in_sessions: bool = False,
     ) -> None:
         self._engines = engines
         self._opens = opens
         # xxh3 is faster on a CPU
         self._method = "words" if torch.cuda.is_available() else "xxh3"
         self._shapes = {name: list(shape) for name, shape in shapes.items()}
-        self._ranks = RankQuestions(fleet, engines, address)
+        self._ranks = RankQuestions(fleet, engines, address, in_sessions)
         layouts = self._ranks.ask(
             {"action": "layout", "tensors": self._shapes, "opens": opens},
             deadlines.ENGINE_CHECK_ANSWER,
@@ -306,6 +353,9 @@ class SliceCheck:
         self.unknown: Sequence[str] = sorted(
             name for name in self._shapes if not name.endswith(SIZE) and not self._is_whole(name)
         )
+
+    def session(self, timeout: float) -> AbstractContextManager[None]:
+        return self._ranks.session(timeout)
 
     def begin(self, timeout: float) -> None:
         if not self._opens:  # opening marks the layers

@@ -44,6 +44,7 @@ class Route:
         in_runs: consecutive experts are sent as one tensor (`slime.engines.wire.expert_runs`).
         opens: engines make layers loadable before the transfer and process them after it, as SGLang
             needs for quantised weights (`slime.engines.sglang.quantised_routes`).
+        in_sessions: see `Abilities.update_sessions`.
     """
 
     kind: str
@@ -52,6 +53,7 @@ class Route:
     sources: tuple[int, ...] = (0,)
     in_runs: bool = False
     opens: bool = False
+    in_sessions: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"dtype": dtype_name(self.dtype)}
@@ -112,6 +114,7 @@ def find_route(
         sources=sources,
         in_runs=takes_runs(kind, abilities.values(), quantised is not None),
         opens=quantised is not None and quantised.opens,
+        in_sessions=common.update_sessions,
     )
 
 
@@ -201,6 +204,20 @@ def common_abilities(abilities: Mapping[str, Abilities]) -> Abilities:
                 "different ways",
                 fix="use engines of one kind",
             )
+    sessions = [url for url, other in abilities.items() if other.update_sessions]
+    if sessions and len(sessions) < len(abilities):
+        raise UserError(
+            f"engines load weights in different ways: {', '.join(sessions)} only in a session",
+            why="SGLang needs one from 0.5.21 on, and has none before",
+            fix="start engines of one version",
+        )
+    if sessions and (quantising := [url for url, one in abilities.items() if one.quantises]):
+        raise UserError(
+            f"weights cannot be pushed to engine {quantising[0]}, which quantises them by itself",
+            why="not tried: SGLang processes all weights again at the end of a push from 0.5.21 "
+            "on, those that it has quantised, too",
+            fix="start it without --quantization, or with SGLang 0.5.16",
+        )
     if not first.can_pause or not first.check:
         raise UserError(
             f"weights cannot be pushed to engine {one} ({first.engine})",
@@ -267,8 +284,8 @@ def check_experts(infos: Mapping[str, Mapping[str, Any]]) -> None:
         if backend.startswith("flashinfer_trtllm"):
             raise UserError(
                 f"engine {url} cannot take experts: its moe_runner_backend is {backend}",
-                why="SGLang permutes them for these kernels when it starts, and not again after a "
-                "push",
+                why="SGLang permutes them for these kernels when it starts, and up to 0.5.20 not "
+                "again after a push; later versions, which do, were not tried",
                 fix="pass --sglang-moe-runner-backend triton",
             )
 

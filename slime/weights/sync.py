@@ -20,7 +20,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -380,7 +380,12 @@ class WeightSync(EngineSync):
         if route.asks_ranks:
             shapes = {name: shape for stage in stages for name, shape in stage.shapes.items()}
             slices = SliceCheck(
-                self._fleet, engines, own_address(self._fleet.urls), shapes, route.opens
+                self._fleet,
+                engines,
+                own_address(self._fleet.urls),
+                shapes,
+                route.opens,
+                route.in_sessions,
             )
             if any(ExpertRun.parse(name) for name in slices.unknown):
                 slices.close()
@@ -412,16 +417,18 @@ class WeightSync(EngineSync):
         if self._opens:
             with self._phase("open", version, seconds):
                 self._check.open_layers(self._control_seconds)
-        with self._phase("transfer", version, seconds):
-            self._check.begin(self._control_seconds)
-            self._send(tensors, version)
-            sent = _StageSent.of_all(
-                [_StageSent.from_json(sent) for sent in self._ranks.reports(self._stage_seconds)]
-            )
-        with self._phase("flush", version, seconds):
-            fleet.flush_cache(self._control_seconds)
-        with self._phase("check", version, seconds):
-            loaded = self._compare(version, sent, verify_all)
+        with ExitStack() as session:
+            with self._phase("transfer", version, seconds):
+                session.enter_context(self._check.session(self._control_seconds))
+                self._check.begin(self._control_seconds)
+                self._send(tensors, version)
+                stages = self._ranks.reports(self._stage_seconds)
+                sent = _StageSent.of_all([_StageSent.from_json(sent) for sent in stages])
+            with self._phase("flush", version, seconds):
+                fleet.flush_cache(self._control_seconds)
+            with self._phase("check", version, seconds):
+                loaded = self._compare(version, sent, verify_all)
+                session.close()
         if self._opens:
             with self._phase("close", version, seconds):
                 self._check.close_layers(deadline_for(sent.amount.nbytes))

@@ -75,10 +75,10 @@ def process_of(
 
 @contextmanager
 def fake_sglang(
-    config: Config, model: Path, folder: Path, *places: EnginePlace
+    config: Config, model: Path, folder: Path, *places: EnginePlace, **env: str
 ) -> Iterator[list[FakeSGLang]]:
     """Servers for the places, ready."""
-    servers = [process_of(config, model, folder, place) for place in places]
+    servers = [process_of(config, model, folder, place, **env) for place in places]
     try:
         for server in servers:
             server.process.start()

@@ -81,14 +81,15 @@ class Pushed:
                     parameter.add_(torch.randn_like(parameter) * 0.05)
 
 
-@pytest.fixture(scope="module", params=["embedded", "sglang"])
+@pytest.fixture(scope="module", params=["embedded", "sglang", "sglang 0.5.23"])
 def pushed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pushed]:
-    folder = tmp_path_factory.mktemp(request.param)
+    engine, _, version = request.param.partition(" ")
+    folder = tmp_path_factory.mktemp(engine)
     model = save_tiny_model(folder / "model", "qwen3", tie_word_embeddings=False)
     config = make_config(
-        rollout_engine=request.param, hf_checkpoint=str(model), fp32=True, lora_rank=4,
+        rollout_engine=engine, hf_checkpoint=str(model), fp32=True, lora_rank=4,
         lora_target_modules=(
             "q_proj", "v_proj", "o_proj", "down_proj", "embed_tokens", "lm_head"
         ),
@@ -107,9 +108,9 @@ def pushed(
     }
     for name, parameter in MegatronStub(table, spec, trained).named_parameters():
         stub._place(name, parameter.detach())
-    if request.param == "sglang":
-        place = EnginePlace(num_gpus=2)
-        with fake_sglang(config, model, folder, place) as [server]:
+    if engine == "sglang":
+        env = {"FAKE_SGLANG_VERSION": version or "0.5.16"}
+        with fake_sglang(config, model, folder, EnginePlace(num_gpus=2), **env) as [server]:
             yield Pushed(server.url, 2, config, trained, stub, hf_config)
         return
     port = free_port()

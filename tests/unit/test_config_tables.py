@@ -8,6 +8,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from slime.config.engine_flags import (
     ROUTER_RESERVED,
     SGLANG_RESERVED,
     router_flags,
+    sglang_args_of,
     sglang_flags,
     stored_sglang_args,
     to_argv,
@@ -125,8 +127,8 @@ def test_tables_name_only_fields_that_exist() -> None:
 def test_sglang_table() -> None:
     version, arguments = stored_sglang_args()
     names = {arg.name for arg in arguments}
-    assert version == "0.5.16" and len(arguments) > 400
-    assert set(SGLANG_RESERVED) <= names
+    assert version == "0.5.23" and len(arguments) > 400
+    assert set(SGLANG_RESERVED) <= names | {arg.name for arg in sglang_args_of("0.5.16")[1]}
     flags = sglang_flags()
     assert flags["sglang_mem_fraction_static"].kind == "float"
     assert flags["sglang_disable_cuda_graph"].kind == "bool"
@@ -190,6 +192,19 @@ def test_reading_server_args_from_source() -> None:
     assert args["lora"].negatable and args["maybe"].value_optional
 
 
+def test_arguments_that_are_declared_beside_server_args_are_read(tmp_path: Path) -> None:
+    """From 0.5.20 on they are fields of classes in files of their own."""
+    folder = "sglang/srt/arg_groups/"
+    with zipfile.ZipFile(tmp_path / "sglang-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(folder + "choices.py", 'KINDS = ["a", "b"]')
+        field = 'class Lora:\n    kind: A[str, Arg(help="k", choices=KINDS)] = "a"'
+        wheel.writestr(folder + "fields/lora.py", "from __future__ import annotations\n" + field)
+        server = 'class ServerArgs:\n    def add(parser):\n        parser.add_argument("--old")'
+        wheel.writestr("sglang/srt/server_args.py", server)
+    [kind, old] = make_tables.sglang_arguments(make_tables._source("1.0", tmp_path))
+    assert (kind.name, kind.choices, old.name) == ("kind", ("a", "b"), "old")
+
+
 def test_table_tells_how_other_releases_differ() -> None:
     newer = SERVER_ARGS.replace("switch: A", "knob: A").replace('= "x"', '= "y"')
     table = make_tables.sglang_table({"1.0": SERVER_ARGS, "1.1": newer})
@@ -203,7 +218,9 @@ def test_table_tells_how_other_releases_differ() -> None:
     [
         ("0.5.15", "mem_fraction_static", "retraction_policy"),
         ("0.5.15.post1", "mem_fraction_static", "retraction_policy"),
-        ("0.5.17", "retraction_policy", "no_such"),
+        ("0.5.16", "cuda_graph_max_bs", "attn_dp_size"),
+        ("0.5.23", "attn_dp_size", "cuda_graph_max_bs"),
+        ("0.5.24", "attn_dp_size", "no_such"),
         ("0.5.9", "tensor_parallel_size", "tp_size"),
     ],
 )

@@ -190,3 +190,17 @@ def test_a_third_engine_states_its_abilities() -> None:
         common_abilities({"a": third, "b": SGLANG})
     with pytest.raises(UserError, match=r"cannot be pushed to engine a \(third\)"):
         common_abilities({"a": dataclasses.replace(third, can_pause=False)})
+
+
+def test_newer_versions_of_sglang_load_weights_in_sessions() -> None:
+    old, last, new = (
+        Abilities.read({"version": version, "enable_lora": True})
+        for version in ("0.5.16", "0.5.20", "0.5.21.post1")
+    )
+    assert [one.update_sessions for one in (old, last, new)] == [False, False, True]
+    assert [one.adapters_by_rank for one in (old, last, new)] == [False, True, True]
+    with pytest.raises(UserError, match=r"different ways: b only(.|\n)*engines of one version"):
+        common_abilities({"a": last, "b": new})
+    quantises = Abilities.read({"version": "0.5.21", "quantization": "fp8"})
+    with pytest.raises(UserError, match=r"engine a, which quantises(.|\n)*not tried"):
+        common_abilities({"a": quantises})

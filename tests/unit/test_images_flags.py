@@ -147,7 +147,7 @@ def test_settings_that_images_of_one_size_exclude_are_refused(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("version", "is_refused"), [("0.5.13", True), ("0.5.16.post1", True), ("0.5.17", False)]
+    ("version", "is_refused"), [("0.5.13", True), ("0.5.18.post1", True), ("0.5.19", False)]
 )
 def test_versions_of_sglang_that_compute_images_wrongly_are_refused(
     version: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
@@ -162,14 +162,14 @@ def test_versions_of_sglang_that_compute_images_wrongly_are_refused(
     check_model(replace(spec, vision=vision, transformer={}), config)  # another model
     expected: AbstractContextManager[Any] = nullcontext()
     if is_refused:
-        words = r"SGLang up to 0\.5\.16 computes images(.|\n)*--rollout-engine embedded"
+        words = r"SGLang up to 0\.5\.18 computes images(.|\n)*--rollout-engine embedded"
         expected = pytest.raises(UserError, match=words)
     with expected:
         check_model(replace(spec, vision=vision), config)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_vl", "gemma3"])
-@pytest.mark.parametrize("version", ["0.5.16", "0.5.17"])
+@pytest.mark.parametrize("version", ["0.5.18", "0.5.19"])
 def test_external_engines_that_compute_images_wrongly_are_refused(
     version: str, kind: str, tmp_path: Path
 ) -> None:
@@ -177,9 +177,9 @@ def test_external_engines_that_compute_images_wrongly_are_refused(
     server = {"version": version, "dtype": "float32", "custom_weight_loader": [WEIGHT_PROBE]}
     engine = EngineInfo({}, server)
     words = {
-        ("qwen3_5", "0.5.16"): r"SGLang 0\.5\.16(.|\n)*three rows(.|\n)*newer",
-        ("gemma3", "0.5.16"): r"SGLang, in which tokens of an image(.|\n)*embedded engine",
-        ("gemma3", "0.5.17"): r"SGLang, in which tokens of an image(.|\n)*embedded engine",
+        ("qwen3_5", "0.5.18"): r"SGLang 0\.5\.18(.|\n)*three rows(.|\n)*newer",
+        ("gemma3", "0.5.18"): r"SGLang, in which tokens of an image(.|\n)*embedded engine",
+        ("gemma3", "0.5.19"): r"SGLang, in which tokens of an image(.|\n)*embedded engine",
     }
     for flags, is_refused in (({}, False), (IMAGES, (kind, version) in words)):
         config = make_config(hf_checkpoint=str(tmp_path), **flags)

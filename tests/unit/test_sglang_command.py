@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import socket
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from slime.cluster.placement import GpuSlot, GpuSlots, engine_parts
 from slime.cluster.server_process import ServerDied
 from slime.config import make_config
-from slime.config.engine_flags import stored_sglang_args
+from slime.config.engine_flags import sglang_args_of, stored_sglang_args
 from slime.config.flags import unknown_name
 from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
 from slime.engines.kinds import engine_of
@@ -144,7 +145,9 @@ def test_the_users_options_go_through_by_name_and_type_and_ours_win() -> None:
 
 
 _PLAIN = [
-    a for a in stored_sglang_args()[1] if a.kind in ("int", "float") and not (a.choices or a.many)
+    a
+    for a in sglang_args_of("0.5.16")[1]
+    if a.kind in ("int", "float") and not (a.choices or a.many)
 ]
 
 
@@ -182,12 +185,33 @@ def test_drafts_without_weights_are_accepted() -> None:
     assert parsed(sglang_speculative_algorithm="NGRAM").speculative_algorithm == "NGRAM"
 
 
+def test_versions_that_ran_on_no_gpu_are_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("slime.log._said", set())
+    for version in ("0.5.16", "0.5.16.post1", "0.5.23", "0.5.23"):
+        monkeypatch.setattr(versions, "installed_version", lambda version=version: version)
+        versions.check_installed()
+    assert [("0.5.23 has not run" in line) for line in caplog.messages] == [True]
+
+
+@pytest.mark.parametrize(("version", "is_refused"), [("0.5.20", False), ("0.5.21", True)])
+def test_a_router_that_compares_loads_needs_their_route(
+    monkeypatch: pytest.MonkeyPatch, version: str, is_refused: bool
+) -> None:
+    monkeypatch.setattr(command, "installed_version", lambda: version)
+    config = config_of(router_policy="power_of_two")
+    refused = pytest.raises(UserError, match="/get_load") if is_refused else nullcontext()
+    with refused:
+        command.check_sglang(config)
+
+
 @pytest.mark.parametrize(
     ("version", "said"),
     [
         (None, "pip install 'slime-rl"),
         ("0.5.11", "0.5.12 is the first"),
-        ("0.5.17", "0.5.12 to 0.5.16 are"),
+        ("0.5.24", "0.5.12 to 0.5.23 are"),
     ],
 )
 def test_versions(monkeypatch: pytest.MonkeyPatch, version: str | None, said: str) -> None:

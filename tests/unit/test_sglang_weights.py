@@ -112,6 +112,41 @@ def test_a_push_arrives_and_is_proved(
     sync.close()
 
 
+@pytest.fixture(scope="module")
+def newer(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeSGLang]:
+    """SGLang 0.5.23 with two ranks: sessions, and groups instead of numbers of ranks."""
+    config = config_of(model_dir, colocate=True)
+    folder = tmp_path_factory.mktemp("newer")
+    place = EnginePlace(num_gpus=2)
+    with fake_sglang(config, model_dir, folder, place, FAKE_SGLANG_VERSION="0.5.23") as [server]:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"), [("IPC handles", {"colocate": True}), ("gloo broadcast", {})]
+)
+def test_newer_versions_take_a_push_in_one_session(
+    newer: FakeSGLang, model_dir: Path, monkeypatch, kind: str, flags: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(ipc, "_check_sharing", lambda engines, num_ranks: None)
+    monkeypatch.setattr(ipc.IpcTransport, "_gather", played_by_one_rank)
+    new = trained(model_dir, seed=len(kind))
+    sync = sync_of(model_dir, new, check_weight_update_equal=True, **flags)
+    sync.connect([EngineSlots(newer.url, SLOTS[1])])
+    newer.forget()
+    receipt = sync.push()
+    assert receipt.full and receipt.transport == kind
+    begin, end = "/begin_weight_update", "/end_weight_update"
+    paths = [call["path"] for call in newer.calls()]
+    assert paths[0] == "/pause_generation" and paths[-2:] == [end, "/continue_generation"]
+    assert (paths.count(begin), paths.count(end)) == (1, 1)
+    # the layout is asked for in a session, which a push that broke off may have left open
+    sync._fleet.post(begin, {}, 10)
+    sync.connect([EngineSlots(newer.url, SLOTS[1])])
+    assert sync.push().full
+    sync.close()
+
+
 def test_stages_push_to_engines_of_one_and_two_ranks(
     servers: list[FakeSGLang], model_dir: Path, ranks: Pools
 ) -> None:

@@ -30,10 +30,10 @@ BUDGETS = {
     "cli": 2_785,  # plan, launch, compare, images in a chat, flags and adapters without effect
     "cluster": 4_860,  # host memory of nodes, profiles, errors of engines, GPUs of ranks
     "compat": 1_375,
-    "config": 5_810,  # estimators, importance levels, rejection, preferences, images, kept weights
+    "config": 5_818,  # options of SGLang by release
     "diagnosis": 4_600,  # attention within images
     "embedded": 5_915,  # attention within images, sinks, stacks of experts, queries that grow
-    "engines": 4_335,  # log-probs behind the filters, channels of gpt-oss
+    "engines": 4_385,  # sessions and ranks of newer SGLang
     "environments": 420,
     "forecast": 850,
     ".": 1_500,
@@ -49,7 +49,7 @@ BUDGETS = {
     "sandbox": 930,
     "trainer": 9_475,  # a critic with adapters, attention within images by packed kernels
     "user_code": 970,
-    "weights": 3_130,  # adapters' host memory and runs, canaries asked again
+    "weights": 3_190,  # sessions of newer SGLang
 }
 #: Programs that run without the package keep their time constants.
 STANDALONE = {

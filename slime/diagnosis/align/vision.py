@@ -69,7 +69,7 @@ def _positions(case: Discrepancy, details: tuple[str, ...]) -> Iterator[Tried]:
     if vision is None or not vision.kind.has_axes:
         return
     remedies = (
-        "SGLang up to 0.5.16 reads one of the three rows of positions in Qwen3.5; in an engine of "
+        "SGLang up to 0.5.18 reads one of the three rows of positions in Qwen3.5; in an engine of "
         "your own, compare mrope_section and mrope_interleaved of config.json",
     )
     changes = {

@@ -34,7 +34,7 @@ from slime.models.adapters import AdapterConfig, adaptable, adapted_layers
 from slime.models.mixers import DELTA_PROJECTIONS
 from slime.models.spec import ModelSpec
 from slime.models.table import ModelFamily
-from slime.processes.host import python_module
+from slime.processes.host import python_module, version_of
 
 if TYPE_CHECKING:
     from slime.config.config import Config
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 #: The health check of engines that are awake. The router calls /health at any time, which
 #: `HEALTH_GENERATES` keeps cheap.
 HEALTH_PATH = "/health_generate"
+
+#: The first version without the route by which the router compares engines' loads.
+_WITHOUT_GET_LOAD = (0, 5, 21)
 
 #: Whether SGLang's /health generates a token, as /health_generate always does, or only answers.
 HEALTH_GENERATES = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
@@ -88,14 +91,23 @@ def sglang_command(
 
 
 def check_sglang(config: Config) -> None:
-    """Refuse flags that SGLang engines do not support in this run. Reads only flags and environment
-    variables.
+    """Refuse flags that SGLang engines do not support in this run. Reads only flags, environment
+    variables and the installed version.
 
     Raises:
         UserError: names the flag or variable.
     """
     if config.cluster.offload_rollout:
         _check_questions(config)
+    version = installed_version() or ""
+    by_load = config.engine.router.get("policy") == "power_of_two"
+    if by_load and version_of(version)[:3] >= _WITHOUT_GET_LOAD:
+        raise UserError(
+            f"--router-policy power_of_two does not go with SGLang {version}",
+            why="the router asks engines for /get_load, which SGLang has no more from 0.5.21 on, "
+            "and would choose blindly",
+            fix="pass another policy, such as cache_aware",
+        )
     flags = config.engine.sglang
     num_gpus = config.cluster.rollout_num_gpus_per_engine
     if flags.get("disaggregation_mode") not in (None, "null"):

@@ -7,7 +7,7 @@ from slime.engines.kinds import EngineKind
 from slime.engines.model_groups import served_models
 from slime.engines.sglang import command as sglang
 from slime.engines.sglang.model_faults import check_model, check_transposed_experts
-from slime.engines.sglang.versions import check_version, installed_version
+from slime.engines.sglang.versions import check_installed
 
 KIND = EngineKind(
     sglang.sglang_command,
@@ -19,7 +19,7 @@ KIND = EngineKind(
     check_flags=sglang.check_sglang,
     check_model=check_model,
     check_transposed_experts=check_transposed_experts,
-    check_installed=lambda: check_version(installed_version()),
+    check_installed=check_installed,
     reads_generation_config=True,
     tool_call_words=lambda parser: ("--tool-call-parser", parser),
     adapter_words=sglang.adapter_words,
@@ -29,7 +29,7 @@ KIND = EngineKind(
     if_out_of_memory=(
         "a lower --sglang-mem-fraction-static",
         "a smaller --sglang-server-concurrency",
-        "a smaller --sglang-cuda-graph-max-bs",
+        "a smaller --sglang-cuda-graph-max-bs-decode",
         "a smaller --rollout-batch-size",
     ),
     if_killed=("a higher --sglang-mem-fraction-static", "a smaller --rollout-batch-size"),

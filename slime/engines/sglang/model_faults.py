@@ -31,7 +31,7 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
             afterwards. Queries that grow from another position on than SGLang lets them
             (``models/ministral3.py``). Text models of Qwen3.5 on their own, and hybrids whose kinds
             of layers it would not find (0.5.16, ``models/qwen3_5.py``, ``configs/qwen3_next.py``).
-            Images in hybrids, up to 0.5.16 (`sglang_sees_in_hybrids`), and in versions that
+            Images in hybrids, up to 0.5.18 (`sglang_sees_in_hybrids`), and in versions that
             tokenise their prompts anew. Images of Gemma 3 (``models/gemma3_mm.py``).
             A gpt-oss without a field that it reads.
     """
@@ -54,7 +54,7 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
         )
     if spec.vision is not None and is_hybrid and not sglang_sees_in_hybrids(version):
         raise UserError(
-            "SGLang up to 0.5.16 computes images of this model with wrong positions",
+            "SGLang up to 0.5.18 computes images of this model with wrong positions",
             why="a fused kernel of its hybrid models (Qwen3.5) reads one of the three rows of "
             "positions, so that rows and columns of images are lost",
             fix="pass --rollout-engine embedded, or leave --multimodal-keys out",

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 
+from slime.config.engine_flags import SGLANG_ON_GPUS
 from slime.errors import UserError
+from slime.log import get_logger, tell
 from slime.processes.host import version_of
 
+logger = get_logger(__name__)
+
 OLDEST = (0, 5, 12)
-NEWEST = (0, 5, 16)
+NEWEST = (0, 5, 23)
 _INSTALL = "pip install 'slime-rl[sglang]'"
 
 
@@ -42,10 +46,29 @@ def check_version(version: str | None) -> str:
     missing = (
         "pausing with a mode, flat buckets and weight checksums"
         if older
-        else "nothing newer has been tried"
+        else "nothing newer has been compared with this system"
     )
     raise UserError(
         f"SGLang {version} is not supported: {oldest} to {newest} are",
         why=f"{missing}; SGLang {oldest} is the first that has it" if older else missing,
         fix=f"{_INSTALL}, or pass --rollout-engine embedded",
     )
+
+
+def check_installed() -> None:
+    """Check the installed version before a launch, and warn unless it has run on GPUs.
+
+    Raises:
+        UserError: see `check_version`.
+    """
+    version = check_version(installed_version())
+    if version_of(version)[:3] != version_of(SGLANG_ON_GPUS):
+        tell(
+            logger,
+            "SGLang %s has not run on GPUs with slime: only its source was compared with what "
+            "slime uses. %s has run; pip install sglang==%s installs it",
+            version,
+            SGLANG_ON_GPUS,
+            SGLANG_ON_GPUS,
+            once="SGLang's version",
+        )

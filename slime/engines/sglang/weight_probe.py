@@ -287,7 +287,11 @@ class Tree:
             return None
         begin = sum(sizes[:part]) // unit
         size = sizes[part] // unit
-        rank = _tp_rank(module) // (module.num_kv_head_replicas if part else 1)
+        rank = (
+            _tp_rank(module, "kv_tp_group") // module.num_kv_head_replicas
+            if part
+            else _tp_rank(module)
+        )
         tensor = self.parameters[parameter][begin : begin + size]
         return Held(tensor, 0, rank * size, (rank + 1) * size, parameter)
 
@@ -389,6 +393,16 @@ def _gate_half(module: Any) -> int:
         return 0
 
 
-def _tp_rank(module: Any) -> int:
-    """Return the rank of a parallel linear layer; 0 for layers that are whole on every rank."""
-    return int(vars(module).get("tp_rank", 0))
+def _tp_rank(module: Any, group: str = "tp_group") -> int:
+    """Return the rank of a parallel layer; 0 for layers that are whole on every rank.
+
+    SGLang keeps the number up to 0.5.21, and then the group of a linear layer. Attention keeps
+    neither in some models; its heads are those of its projections.
+    """
+    held = vars(module)
+    for name in ("tp_rank", "attn_tp_rank"):
+        if name in held:
+            return int(held[name])
+    owners = [held, *(vars(child) for child in module.children())]
+    groups = (owner[group] for owner in owners if owner.get(group) is not None)
+    return int(getattr(next(groups, None), "rank_in_group", 0))

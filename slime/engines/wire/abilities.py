@@ -13,7 +13,14 @@ from typing import Any
 from slime.engines.api import WEIGHT_LOADER
 from slime.processes.host import version_of
 
-#: SGLang's flags that move experts to other places than their numbers.
+#: SGLang's first version that loads weights only between ``/begin_weight_update`` and
+#: ``/end_weight_update``.
+_UPDATE_SESSIONS = (0, 5, 21)
+#: Its first version that takes an adapter as a list of texts, one per rank.
+_ADAPTERS_BY_RANK = (0, 5, 17)
+#: Its first version that computes images of hybrid models (Qwen3.5) with all rows of positions.
+SEES_IN_HYBRIDS = (0, 5, 19)
+#: Its flags that move experts to other places than their numbers.
 _MOVES_EXPERTS = ("enable_eplb", "ep_num_redundant_experts")
 
 
@@ -27,6 +34,7 @@ class Abilities:
         check: how it proves which weights it holds: "tensors": fingerprints of whole tensors;
             "slices": of each rank's slices (`slime.engines.sglang.weight_probe`); "" if it cannot.
         can_pause: requests can be paused while weights arrive.
+        update_sessions: weights are loaded, and ranks asked about them, only in a session.
         takes_expert_runs: it loads neighbouring experts from one tensor.
         packs_quantised: it packs quantised weights for its kernels; only the routes of
             `slime.engines.sglang.quantised_routes` work.
@@ -35,6 +43,7 @@ class Abilities:
         rounds_activations: its FP8 kernels round activations, too.
         num_ranks: processes that hold weights.
         adapters: it can load adapters (LoRA) while it runs.
+        adapters_by_rank: each rank reads a text of its own, instead of one for all.
         adapter_rank: the largest rank of these; 0 for any.
         adapter_targets: last name parts of the layers that may have an adapter; () for all.
         adapters_at_once: adapters per batch at most, counting the base model as one; 0 for any
@@ -52,6 +61,7 @@ class Abilities:
     transports: tuple[str, ...]
     check: str
     can_pause: bool = True
+    update_sessions: bool = False
     takes_expert_runs: bool = False
     packs_quantised: bool = False
     quantises: bool = False
@@ -59,6 +69,7 @@ class Abilities:
     rounds_activations: bool = False
     num_ranks: int = 1
     adapters: bool = False
+    adapters_by_rank: bool = False
     adapter_rank: int = 0
     adapter_targets: tuple[str, ...] = ()
     adapters_at_once: int = 0
@@ -98,16 +109,18 @@ SGLANG = Abilities(
 
 def sglang_sees_in_hybrids(version: str) -> bool:
     """Tell whether a version of SGLang computes images of hybrid models (Qwen3.5) correctly. Up to
-    0.5.16 its kernel ``fused_qk_gemma_rmsnorm_rope_gate`` reads only one of the three rows of
+    0.5.18 its kernel ``fused_qk_gemma_rmsnorm_rope_gate`` reads only one of the three rows of
     positions.
     """
-    return version_of(version) > (0, 5, 16)
+    return version_of(version)[:3] >= SEES_IN_HYBRIDS
 
 
 def _from_sglang_arguments(info: Mapping[str, Any]) -> Abilities:
     weights = info.get("quantization") or info.get("torchao_config")
+    version = version_of(str(info.get("version")))[:3]
     return replace(
         SGLANG,
+        update_sessions=version >= _UPDATE_SESSIONS,
         takes_expert_runs=WEIGHT_LOADER in (info.get("custom_weight_loader") or ())
         and info.get("init_expert_location") in (None, "trivial")
         and not any(info.get(flag) for flag in _MOVES_EXPERTS),
@@ -126,6 +139,7 @@ def _adapters_of_sglang(info: Mapping[str, Any]) -> dict[str, Any]:
     targets = info.get("lora_target_modules") or ()
     return {
         "adapters": True,
+        "adapters_by_rank": version_of(str(info.get("version")))[:3] >= _ADAPTERS_BY_RANK,
         "adapter_rank": int(info.get("max_lora_rank") or 0),
         "adapter_targets": () if "all" in targets else tuple(sorted(targets)),
         "adapters_at_once": int(info.get("max_loras_per_batch") or 0),

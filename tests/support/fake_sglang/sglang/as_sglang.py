@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from aiohttp import web
 
-from sglang import __version__
+from sglang import RELEASE, __version__
 from sglang.lora import ROUTES, LoRAManager
 from sglang.modules import loaded_together, sharded_model
 from sglang.scheduler import NO_MEMORY, die, generates
@@ -64,6 +64,7 @@ ALLOWED = (
 )
 #: Ends of names of what stands beside quantised weights.
 QUANTISED = (".weight_scale", ".weight_scale_inv", ".weight_packed")
+_BEGIN, _END = "/begin_weight_update", "/end_weight_update"
 _JOIN_SECONDS = 60.0
 _read_files = WeightUpdater.from_disk
 
@@ -85,10 +86,30 @@ class SGLangUpdater:
         self.is_open = (
             False  # layers of quantised weights take weights, and cannot be computed with
         )
+        self.in_session = False
         self.models: list[torch.nn.Module] = []  # one for each rank, which custom loaders see
         self.lora_manager = LoRAManager(args)
 
+    def begin_or_end(self, path: str) -> web.Response:
+        """A session, in which weights are processed for the engine's kernels before it ends."""
+        opens = path == _BEGIN
+        problem = ""
+        if opens and self.in_session:
+            problem = "a weight-update session is already open; call end_weight_update() first"
+        elif not opens and not self.in_session:
+            problem = "no weight-update session is open; call begin_weight_update() first"
+        self.in_session = opens or (self.in_session and bool(problem))
+        report = {"success": not problem, "message": problem or "Success"}
+        return json_response(report, status=400 if problem else 200)
+
+    def _check_session(self) -> None:
+        if RELEASE >= (0, 5, 21) and not self.in_session:
+            raise WeightError(
+                "update_weights must run between begin_weight_update() and end_weight_update()"
+            )
+
     def from_tensor(self, own: WeightUpdater, body: Mapping[str, Any]) -> str:
+        self._check_session()
         payloads, load_format = body["serialized_named_tensors"], body.get("load_format")
         assert len(payloads) == self.args.tp_size, (
             f"{len(payloads)} payloads for {self.args.tp_size} ranks"
@@ -180,6 +201,7 @@ class SGLangUpdater:
         group_name = body.get("group_name", "weight_update_group")
         if group_name not in self.groups:
             raise WeightError(f"Group {group_name} not in {list(self.groups)}.")
+        self._check_session()
         entries = entries_of(body["names"], body["dtypes"], body["shapes"])
         assert body.get("load_format") == "flattened_bucket"
         self._check_open(own)
@@ -248,6 +270,8 @@ def install(args: argparse.Namespace) -> None:
         calls.note(path, body, is_asleep=bool(released))
         if path == os.environ.get("FAKE_SGLANG_DIES_AT") and _is_first_to_die():
             die(NO_MEMORY)
+        if path in (_BEGIN, _END) and RELEASE >= (0, 5, 21):
+            return updater.begin_or_end(path)
         if path in ROUTES:
             return await plain(request, lambda asked: updater.lora_manager.answer(asked, body))
         if generates(path):

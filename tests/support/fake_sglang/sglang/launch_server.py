@@ -3,6 +3,7 @@ on CPU.
 
 Environment:
     FAKE_SGLANG_CALLS      file to which every steering call is appended, one JSON object per line
+    FAKE_SGLANG_VERSION    the release that it behaves as, 0.5.16 by default
     FAKE_SGLANG_CRASH      text to print before ending with status 1, at the start
     FAKE_SGLANG_DIES_AT    path of the first request that it dies of, as SGLang does of a
                            scheduler's exception

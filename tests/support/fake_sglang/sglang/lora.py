@@ -24,6 +24,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
+from sglang import RELEASE
 from sglang.scheduler import die
 from slime.embedded.adapters import AdapterForm, place
 from slime.embedded.generate_routes import json_response, state_of
@@ -147,8 +148,14 @@ class LoRAManager:
             return config, load_file(directory / "adapter_model.safetensors"), str(directory)
         from sglang.as_sglang import SGLangUnpickler, _pairs
 
-        raw = base64.b64decode(body["serialized_tensors"], validate=True)
-        content = SGLangUnpickler(io.BytesIO(raw)).load()
+        by_rank = RELEASE >= (0, 5, 17)
+        texts = body["serialized_named_tensors"] if by_rank else [body["serialized_tensors"]]
+        assert not by_rank or len(texts) == self.args.tp_size, f"{len(texts)} texts"
+        contents = [
+            SGLangUnpickler(io.BytesIO(base64.b64decode(text, validate=True))).load()
+            for text in texts
+        ]
+        content = contents[0]
         flat = body.get("load_format") == "flattened_bucket"
         tensors = dict(_pairs(content, "flattened_bucket")) if flat else dict(content)
         expected = body.get("expected_checksums")

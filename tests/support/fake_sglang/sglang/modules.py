@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sglang import RELEASE
 from slime.engines.sglang.weight_probe import Tree
 from slime.engines.wire.expert_runs import ExpertRun
 
@@ -19,6 +20,18 @@ _DOWN_PROJECTIONS, _FUSED_DOWN = ("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight")
 _ROWS = ("o_proj.weight", "down_proj.weight")  # cut along their inputs
+
+
+@dataclass
+class Group:
+    rank_in_group: int
+
+
+def _set_rank(module: Any, rank: int) -> None:
+    if RELEASE < (0, 5, 22):
+        module.tp_rank = rank
+    else:
+        module.tp_group = module.kv_tp_group = Group(rank)
 
 
 @dataclass
@@ -102,7 +115,7 @@ def sharded_model(named: Mapping[str, torch.Tensor], arch: Any, rank: int, size:
         elif last in _GATE_UP:
             if last == "gate_proj":
                 halves = [named[f"{parent}.{p}.{leaf}"].chunk(size)[rank] for p in _GATE_UP]
-                _put(root, f"{parent}.gate_up_proj", leaf, torch.cat(halves)).tp_rank = rank
+                _set_rank(_put(root, f"{parent}.gate_up_proj", leaf, torch.cat(halves)), rank)
         elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
             rows = tensor.shape[0]
             # SGLang pads vocabularies to multiples of 64 per rank
@@ -112,7 +125,7 @@ def sharded_model(named: Mapping[str, torch.Tensor], arch: Any, rank: int, size:
             padded[: end - begin] = tensor[begin:end]
             _put(root, owner, leaf, padded).shard_indices = Indices(begin, end)
         elif name.endswith(_ROWS):
-            _put(root, owner, leaf, tensor.chunk(size, dim=1)[rank]).tp_rank = rank
+            _set_rank(_put(root, owner, leaf, tensor.chunk(size, dim=1)[rank]), rank)
         else:
             _put(root, owner, leaf, tensor)
     for owner, found in experts.items():
@@ -142,7 +155,8 @@ def _qkv(
         t.chunk(size // replicas)[rank // replicas] for t in whole[1:]
     ]
     module: Any = _put(root, f"{parent}.qkv_proj", leaf, torch.cat(pieces))
-    module.tp_rank, module.num_kv_head_replicas = rank, replicas
+    _set_rank(module, rank)
+    module.num_kv_head_replicas = replicas
     module.q_proj_shard_size, module.kv_proj_shard_size = pieces[0].shape[0], pieces[1].shape[0]
 
 

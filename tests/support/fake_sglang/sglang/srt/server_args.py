@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from slime.config.engine_flags import stored_sglang_args
+from slime.config.engine_flags import sglang_args
 
 
 def prepare_server_args(argv: list[str]) -> argparse.Namespace:
@@ -14,7 +14,7 @@ def prepare_server_args(argv: list[str]) -> argparse.Namespace:
     status 2."""
     parser = argparse.ArgumentParser(prog="launch_server.py")
     kinds = {"int": int, "float": float, "str": str, "json": json.loads}
-    _, arguments = stored_sglang_args()
+    _, arguments = sglang_args()
     for arg in arguments:
         options = ["--" + name.replace("_", "-") for name in (arg.name, *arg.aliases)]
         more: dict[str, Any] = {"dest": arg.name, "default": arg.default}
