@@ -89,6 +89,8 @@ async def finish_rollout(
     samples = [sample for group in output.samples for sample in group.samples]
     if not config.algorithm.trains_on_data:
         _tell_of_unused_key("--reward-key", config.reward.reward_key, samples)
+        category = config.observe.log_reward_category
+        _tell_of_unused_key("--log-reward-category", category, samples)
     await _dump(config, rollout_id, samples)
     metrics = dict(output.metrics or {})
     path = config.rollout.custom_rollout_log_function_path

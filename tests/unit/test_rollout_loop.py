@@ -92,12 +92,14 @@ def test_a_reward_key_for_rewards_that_are_numbers_is_warned_of_once(
     monkeypatch.setattr("slime.log._said", set())
     reward = tmp_path / "reward.py"
     reward.write_text("def score(args, sample):\n    return {'score': 1.0}\n")
-    generate(reward_key="score", custom_rm_path=f"{reward}:score")
+    keys = {"reward_key": "score", "log_reward_category": "score"}
+    generate(**keys, custom_rm_path=f"{reward}:score")
     generate()
     assert "has no effect" not in caplog.text
     for rollout_id in range(2):
-        generate(rollout_id, reward_key="score")
+        generate(rollout_id, **keys)
     assert caplog.text.count("--reward-key score has no effect") == 1
+    assert caplog.text.count("--log-reward-category score has no effect") == 1
 
 
 def test_metrics_have_the_reference_names() -> None:

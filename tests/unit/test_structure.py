@@ -30,7 +30,7 @@ BUDGETS = {
     "cli": 2_785,  # plan, launch, compare, images in a chat, flags and adapters without effect
     "cluster": 4_860,  # host memory of nodes, profiles, errors of engines, GPUs of ranks
     "compat": 1_375,
-    "config": 5_818,  # options of SGLang by release
+    "config": 5_910,  # preferences, images, kept weights, flags without effect in their run
     "diagnosis": 4_600,  # attention within images
     "embedded": 5_915,  # attention within images, sinks, stacks of experts, queries that grow
     "engines": 4_385,  # sessions and ranks of newer SGLang
@@ -44,11 +44,11 @@ BUDGETS = {
     "processes": 1_060,  # the preloaded process
     "prompts": 4_295,  # empty lines around images, rows of preferences, forms of messages
     "rollout": 9_100,  # preferences, reward models, evaluation sets, keys and labels without effect
-    "run": 2_265,  # lengths that longrope is computed for, profiles, data sets from Python
-    "samples": 2_250,  # rewards of tokens and turns, sampling masks, whole pairs
+    "run": 2_275,  # lengths that longrope is computed for, profiles, data sets from Python
+    "samples": 2_270,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 930,
     "trainer": 9_475,  # a critic with adapters, attention within images by packed kernels
-    "user_code": 970,
+    "user_code": 1_050,  # functions that are known to be sync
     "weights": 3_190,  # sessions of newer SGLang
 }
 #: Programs that run without the package keep their time constants.
