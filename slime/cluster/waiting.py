@@ -106,6 +106,9 @@ class NamedActor:
         return f"{self.name} ({process})" if process is not None else self.name
 
 
+#: In Ray's error if the head has given up the actor's node.
+_NODE_DIED = "its node has died"
+
 #: Actor → reference to its answer.
 Asked = Mapping[NamedActor, ray.ObjectRef]
 
@@ -390,6 +393,20 @@ def _object_lost(what: str, worker: NamedActor) -> ActorDied:
     )
 
 
+def _host_lost(what: str, worker: NamedActor, said: str) -> ActorDied:
+    process = worker.process
+    host = f"host {process.host}" if process is not None else "a host"
+    reason = said.strip().splitlines()[-1].strip()
+    return ActorDied(
+        f"{host} is lost, and {worker} with it ({what})",
+        why=f"Ray's head gets no answer from its node any more: {reason}. The network to it is "
+        "cut, or the host or its Ray is down",
+        fix="ping it from the head's host, and see what its dmesg and Ray's logs there say. Ray "
+        "does not take the node back by itself, even if only the network was cut: ray start on "
+        "that host joins again; then slime resume continues",
+    ).naming(worker)
+
+
 def _less_host_memory() -> Sequence[str]:
     """Ways to use less host memory. Without GPUs, everything is computed there."""
     if num_gpus():
@@ -419,6 +436,8 @@ def _fetch(ref: ray.ObjectRef, what: str, worker: NamedActor) -> Any:
             ),
         ).naming(worker) from error
     except RayActorError as error:
+        if _NODE_DIED in str(error):
+            raise _host_lost(what, worker, str(error)) from error
         if worker.name == "rollout":  # where rewards, generate functions and filters run
             why = (
                 "its process ended without a word: by os._exit or a crash in a function of yours "
