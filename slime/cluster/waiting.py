@@ -393,7 +393,7 @@ def _object_lost(what: str, worker: NamedActor) -> ActorDied:
     )
 
 
-def _host_lost(what: str, worker: NamedActor, said: str) -> ActorDied:
+def _host_lost(what: str, worker: NamedActor, said: str) -> ActorLost:
     process = worker.process
     host = f"host {process.host}" if process is not None else "a host"
     reason = said.strip().splitlines()[-1].strip()

@@ -34,6 +34,8 @@ PLACES = {
     "training": ("train", "--custom-megatron-init-path", "tests.support.hold.hold_phases"),
     "pushing": ("paused", "--custom-megatron-init-path", "tests.support.hold.hold_phases"),
 }
+#: The demo's model earns nothing at first, and loss and gradient would be 0.
+REWARD = ["--custom-rm-path", "tests.support.hold.reward"]
 HOLDS = [word for _, *words in (PLACES["generating"], PLACES["training"]) for word in words]
 
 
@@ -53,7 +55,7 @@ def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
 def begin(hosts: TwoHosts, world: World, hold: Path, name: str, *more: object) -> Driver:
     spread = ["--ray-address", hosts.ray_address, "--actor-num-gpus-per-node", 2, "--no-colocate"]
     return start(
-        world.flags(name, *spread, *HOLDS, *more),
+        world.flags(name, *spread, *HOLDS, *REWARD, *more),
         world.outputs / name,
         prefix=hosts.first.prefix,
         SLIME_TEST_HOLD=str(hold),
@@ -91,6 +93,7 @@ def test_an_undisturbed_run_then_a_slow_network(hosts: TwoHosts, world: World, h
         hosts.cable.delay = 0.1
         hosts.cable.rate = 20e6
     assert carried > 1e6  # both hosts took part
+    assert any(row["train/grad_norm"] > 0 for row in rows[0])
     for before, after in zip(*rows, strict=True):
         for name in ("train/loss", "train/grad_norm", "rollout/raw_reward"):
             assert after[name] == before[name]

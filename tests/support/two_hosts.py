@@ -89,11 +89,12 @@ class Host:
 
     def of_runs(self) -> list[str]:
         """Command lines of what belongs to a run: actors, engines and routers."""
-        own = ("ray::", "slime.embedded", "sglang::router", "train.py")
+        own = (
+            *("ray::RolloutActor", "ray::TrainerActor", "ray::EngineActor"),
+            *("slime.embedded", "sglang::router", "train.py"),
+        )
         return [
-            words
-            for words in self.processes().values()
-            if any(part in words for part in own) and not words.startswith("ray::IDLE")
+            words for words in self.processes().values() if any(part in words for part in own)
         ]
 
 
