@@ -396,7 +396,8 @@ def _object_lost(what: str, worker: NamedActor) -> ActorDied:
 def _host_lost(what: str, worker: NamedActor, said: str) -> ActorLost:
     process = worker.process
     host = f"host {process.host}" if process is not None else "a host"
-    reason = said.strip().splitlines()[-1].strip()
+    after = said[said.index(_NODE_DIED) :].splitlines()
+    reason = after[min(1, len(after) - 1)].strip()
     return ActorDied(
         f"{host} is lost, and {worker} with it ({what})",
         why=f"Ray's head gets no answer from its node any more: {reason}. The network to it is "

@@ -93,9 +93,7 @@ class Host:
             *("ray::RolloutActor", "ray::TrainerActor", "ray::EngineActor"),
             *("slime.embedded", "sglang::router", "train.py"),
         )
-        return [
-            words for words in self.processes().values() if any(part in words for part in own)
-        ]
+        return [words for words in self.processes().values() if any(part in words for part in own)]
 
 
 class Cable:
