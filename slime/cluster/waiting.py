@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+)
 
 from slime import deadlines
 from slime.cluster import open_waits
@@ -49,6 +55,10 @@ class DeadlinePassed(ActorLost):
 
 class ActorDied(ActorLost):
     """An actor's process ended."""
+
+
+class ActorUnreachable(ActorDied):
+    """The connection to an actor broke during a call; its process may still live."""
 
 
 class ConnectionBroken(ActorLost):
@@ -252,7 +262,10 @@ class Watch:
             if ref is not None:
                 if ref not in done:
                     continue
-                self._on_answer(worker.name, _fetch(ref, "while it was needed", worker))
+                try:
+                    self._on_answer(worker.name, _fetch(ref, "while it was needed", worker))
+                except ActorUnreachable as error:  # Ray connects again, or finds it dead
+                    logger.warning("%s", error.what)
             self._asked[worker] = ask()
 
 
@@ -435,6 +448,13 @@ def _fetch(ref: ray.ObjectRef, what: str, worker: NamedActor) -> Any:
             fix="\n       ".join(
                 [*_less_host_memory(), "or raise Ray's threshold (RAY_memory_usage_threshold)"]
             ),
+        ).naming(worker) from error
+    except ActorUnavailableError as error:
+        raise ActorUnreachable(
+            f"{worker}: the connection to it broke ({what})",
+            why=f"the network to its host failed for a while: {str(error).strip().splitlines()[0]}",
+            fix="check that network; slime resume continues from the newest checkpoint and the "
+            "journal",
         ).naming(worker) from error
     except RayActorError as error:
         if _NODE_DIED in str(error):
