@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+)
 
 from slime import deadlines
 from slime.cluster import open_waits
@@ -49,6 +55,10 @@ class DeadlinePassed(ActorLost):
 
 class ActorDied(ActorLost):
     """An actor's process ended."""
+
+
+class ActorUnreachable(ActorDied):
+    """The connection to an actor broke during a call; its process may still live."""
 
 
 class ConnectionBroken(ActorLost):
@@ -105,6 +115,9 @@ class NamedActor:
         process = self.process
         return f"{self.name} ({process})" if process is not None else self.name
 
+
+#: In Ray's error if the head has given up the actor's node.
+_NODE_DIED = "its node has died"
 
 #: Actor → reference to its answer.
 Asked = Mapping[NamedActor, ray.ObjectRef]
@@ -249,7 +262,10 @@ class Watch:
             if ref is not None:
                 if ref not in done:
                     continue
-                self._on_answer(worker.name, _fetch(ref, "while it was needed", worker))
+                try:
+                    self._on_answer(worker.name, _fetch(ref, "while it was needed", worker))
+                except ActorUnreachable as error:  # Ray connects again, or finds it dead
+                    logger.warning("%s", error.what)
             self._asked[worker] = ask()
 
 
@@ -390,6 +406,21 @@ def _object_lost(what: str, worker: NamedActor) -> ActorDied:
     )
 
 
+def _host_lost(what: str, worker: NamedActor, said: str) -> ActorLost:
+    process = worker.process
+    host = f"host {process.host}" if process is not None else "a host"
+    after = said[said.index(_NODE_DIED) :].splitlines()
+    reason = after[min(1, len(after) - 1)].strip()
+    return ActorDied(
+        f"{host} is lost, and {worker} with it ({what})",
+        why=f"Ray's head gets no answer from its node any more: {reason}. The network to it is "
+        "cut, or the host or its Ray is down",
+        fix="ping it from the head's host, and see what its dmesg and Ray's logs there say. Ray "
+        "does not take the node back by itself, even if only the network was cut: ray start on "
+        "that host joins again; then slime resume continues",
+    ).naming(worker)
+
+
 def _less_host_memory() -> Sequence[str]:
     """Ways to use less host memory. Without GPUs, everything is computed there."""
     if num_gpus():
@@ -418,7 +449,16 @@ def _fetch(ref: ray.ObjectRef, what: str, worker: NamedActor) -> Any:
                 [*_less_host_memory(), "or raise Ray's threshold (RAY_memory_usage_threshold)"]
             ),
         ).naming(worker) from error
+    except ActorUnavailableError as error:
+        raise ActorUnreachable(
+            f"{worker}: the connection to it broke ({what})",
+            why=f"the network to its host failed for a while: {str(error).strip().splitlines()[0]}",
+            fix="check that network; slime resume continues from the newest checkpoint and the "
+            "journal",
+        ).naming(worker) from error
     except RayActorError as error:
+        if _NODE_DIED in str(error):
+            raise _host_lost(what, worker, str(error)) from error
         if worker.name == "rollout":  # where rewards, generate functions and filters run
             why = (
                 "its process ended without a word: by os._exit or a crash in a function of yours "

@@ -401,6 +401,13 @@ EXCERPTS = (
         "ActorDied",
     ),
     Excerpt(
+        "host-lost",
+        "",
+        "host 10.0.0.4 is lost, and trainer-1 (pid 149 on 10.0.0.4) with it (training)\n  why: Ray's "
+        "head gets no answer",
+        "ActorDied",
+    ),
+    Excerpt(
         "trainer-died",
         "",
         "trainer-0 (pid 27030 on 127.0.0.1) died (pushing weights)\n  why: its process ended "

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -263,6 +263,7 @@ def start(
     *,
     cwd: Path = ROOT,
     streams: tuple[int, int] | None = None,
+    prefix: Sequence[str] = (),
     **env: str,
 ) -> Driver:
     """``python train.py <flags>`` in a process group of its own, as from a terminal; stderr goes to
@@ -271,6 +272,7 @@ def start(
     Args:
         script: or "slime", for its commands.
         streams: descriptors of stdout and stderr instead.
+        prefix: start of the command line, which runs the rest elsewhere.
     """
     if (
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -293,6 +295,7 @@ def start(
     with open(output, "w") as stderr:
         process = subprocess.Popen(
             [
+                *prefix,
                 sys.executable,
                 *(["-m", "slime"] if script == "slime" else [str(ROOT / script)]),
                 *flags,

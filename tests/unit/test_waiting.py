@@ -8,7 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import OutOfMemoryError, OwnerDiedError, RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    OutOfMemoryError,
+    OwnerDiedError,
+    RayActorError,
+    RayTaskError,
+)
 
 from slime import deadlines
 from slime.cluster import waiting
@@ -93,6 +99,36 @@ def test_who_died_is_named_with_its_process_and_the_others_are_not_waited_for() 
         wait_for(asked, "training", 60.0)
     with pytest.raises(ActorDied, match="trainer-0"):
         raise_failed(asked, "training")
+
+
+def test_a_lost_host_is_named_and_no_lack_of_memory_is_guessed() -> None:
+    said = (
+        "The actor died because its node has died. Node Id: f843\n\tthe actor's node was "
+        "terminated unexpectedly: health check failed due to missing too many heartbeats\n"
+        "\tThe actor never ran - it was cancelled before it started running."
+    )
+    asked: Any = {worker("trainer-1", Process(12, "10.0.0.4")): RayActorError(error_msg=said)}
+    with pytest.raises(ActorDied) as died:
+        wait_for(asked, "training", 60.0)
+    expected = "host 10.0.0.4 is lost, and trainer-1 (pid 12 on 10.0.0.4) with it (training)"
+    assert died.value.what == expected
+    assert "missing too many heartbeats. The network" in died.value.why
+    assert "memory" not in died.value.why + died.value.fix
+    assert died.value.names == ("trainer-1",)
+
+
+def test_a_connection_that_broke_ends_a_call_and_not_a_watch() -> None:
+    broken: Any = ActorUnavailableError("RPC error: Connection reset by peer", b"0" * 16)
+    with pytest.raises(ActorDied, match=r"the connection to it broke \(training\)") as failed:
+        wait_for({worker("trainer-1"): broken}, "training", 60.0)
+    assert "Connection reset by peer" in failed.value.why
+    heard = []
+    answers = iter([broken, "alive", NEVER])
+    questions: Any = {worker("trainer-1"): lambda: next(answers)}
+    watch = Watch(questions, lambda name, answer: heard.append(answer))
+    for _ in range(3):
+        watch.poll()
+    assert heard == ["alive"]
 
 
 @pytest.mark.parametrize(("gpus", "words"), [(4, "--async-save"), (0, "--max-tokens-per-gpu")])
