@@ -218,7 +218,7 @@ def test_a_part_that_goes_on_in_time_changes_nothing(
     stopped.send_signal(signal.SIGCONT)
     log = driver.path / "logs" / "driver.log"
     wait_while_running(
-        driver, lambda: f"pid {stopped.pid} goes on" in log.read_text(), "that it goes on"
+        driver, lambda: f"pid {stopped.pid} runs again" in log.read_text(), "that it goes on"
     )
     (hold / "hold-train").unlink()
     assert driver.end() == 0 and driver.steps() == [1, 2], driver.stderr[-3000:]
