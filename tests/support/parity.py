@@ -38,9 +38,7 @@ RECOMPUTE = {
 VIRTUAL = {"num_virtual_stages_per_pipeline_rank": 2}
 
 
-def parity_job(
-    info: Any, flags: dict[str, Any], batches: list[TrainBatch], steps: int = 1
-) -> dict[str, Any]:
+def parity_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> dict[str, Any]:
     """Everything that is compared, on one rank; tensors that are trained by their Hugging Face
     names."""
     from slime.trainer.megatron.backend import MegatronBackend
@@ -58,7 +56,7 @@ def parity_job(
 
     log_probs, entropies = _scores(backend, batch)
     gradients = whole_gradients(backend, batch, named)
-    metrics = [backend.train(batch) for _ in range(steps)]
+    metrics = [backend.train(batch) for _ in range(2)]
     return {
         "samples": batch.sample_indices,
         "log_probs": log_probs,

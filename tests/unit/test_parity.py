@@ -147,16 +147,9 @@ def single_process(
 ) -> dict[str, Any]:
     if family not in singles:
         flags = {"hf_checkpoint": str(checkpoints[family][0])}
-        batches = [make_batch(MICRO_BATCHES)]
-        singles[family] = ranks.run(1, parity_job, flags, batches, _steps(family))[0]
+        singles[family] = ranks.run(1, parity_job, flags, [make_batch(MICRO_BATCHES)])[0]
     result: dict[str, Any] = singles[family]
     return result
-
-
-def _steps(family: str) -> int:
-    """What one step leaves for the next is the same for all families but those with experts or
-    latent attention."""
-    return 2 if family in ("qwen3_moe", "deepseek_v3") else 1
 
 
 @pytest.mark.parametrize(("family", "layout"), list(_cases()))
@@ -168,7 +161,7 @@ def test_layout_gives_the_numbers_of_one_process(
     batch = make_batch(MICRO_BATCHES)
     batches = [shard(batch, members, plan) for members, plan in DATA_PARALLEL[chosen.data_parallel]]
     flags = {**chosen.flags, "hf_checkpoint": str(checkpoints[family][0])}
-    results = ranks.run(chosen.ranks, parity_job, flags, batches, _steps(family))
+    results = ranks.run(chosen.ranks, parity_job, flags, batches)
     tolerance = TOLERANCE
 
     assert sum(result["reporting"] for result in results) == 1
