@@ -101,6 +101,12 @@ def _sglang_table() -> dict[str, Any]:
     return read_table("sglang.json")
 
 
+def sglang_versions() -> list[str]:
+    """Return the supported releases of SGLang, the oldest first."""
+    table = _sglang_table()
+    return [*table["other_versions"], table["version"]]
+
+
 @functools.cache
 def stored_sglang_args() -> tuple[str, list[ForeignArg]]:
     """(version, arguments) of the newest supported SGLang."""
@@ -123,7 +129,7 @@ def sglang_args_of(installed: str) -> tuple[str, list[ForeignArg]]:
     """(version, arguments) of a release."""
     newest, arguments = stored_sglang_args()
     others = _sglang_table()["other_versions"]
-    versions = [*others, newest]
+    versions = sglang_versions()
     older = [version for version in versions if _numbers(version) <= _numbers(installed)]
     version = older[-1] if older else versions[0]
     if version == newest:

@@ -15,6 +15,7 @@ from slime.config.engine_flags import (
     SGLANG_RESERVED,
     sglang_args,
     sglang_args_of,
+    sglang_versions,
     with_prefix,
 )
 from slime.config.flag import FlagSpec, option_of
@@ -300,12 +301,13 @@ def flags_page() -> str:
         f"{_TABLE_HEAD}\n{_rows(extra)}\n{shorthands}\n"
     )
     version, arguments = sglang_args_of(SGLANG_ON_GPUS)
+    oldest, *_, newest = sglang_versions()
     by_name = sorted(arguments, key=lambda arg: arg.name)
     sglang = with_prefix("sglang", by_name, SGLANG_RESERVED, version).values()
     parts.append(
         f"## SGLang\n\nOptions of SGLang's server behind `--sglang-` (table of sglang {version}; "
-        "an installed release from 0.5.12 to 0.5.23 has a table of its own). Its documentation has "
-        f"their meaning.\n\n{_TABLE_HEAD}\n{_rows(sglang)}\n"
+        f"an installed release from {oldest} to {newest} has a table of its own). Its "
+        f"documentation has their meaning.\n\n{_TABLE_HEAD}\n{_rows(sglang)}\n"
     )
     router = [spec for spec in flags if "router" in spec.sections]
     parts.append(

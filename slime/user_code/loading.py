@@ -10,7 +10,6 @@ import ast
 import asyncio
 import contextlib
 import difflib
-import dis
 import functools
 import importlib
 import importlib.util
@@ -378,11 +377,9 @@ def is_sync(fn: Any) -> bool:
     # no source, as of a shell, or a lambda, whose source is a part of a statement
     except (OSError, SyntaxError, ValueError):
         return False
-    stored = [one.argval for one in dis.get_instructions(code) if one.opname.startswith("STORE")]
-    assigned = {
-        name for names in stored for name in (names if isinstance(names, tuple) else [names])
-    }
-    as_passed = {*code.co_varnames[: code.co_argcount]} - assigned - {*code.co_cellvars}
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    assigned = {name.id for name in names if not isinstance(name.ctx, ast.Load)}
+    as_passed = {*code.co_varnames[: code.co_argcount]} - assigned
     return isinstance(tree, ast.FunctionDef) and all(
         isinstance(value, (ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.ListComp, type(None)))
         or (isinstance(value, ast.Name) and value.id in as_passed)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 
-from slime.config.engine_flags import SGLANG_ON_GPUS
+from slime.config.engine_flags import SGLANG_ON_GPUS, sglang_versions
 from slime.errors import UserError
 from slime.log import get_logger, tell
 from slime.processes.host import version_of
 
 logger = get_logger(__name__)
 
-OLDEST = (0, 5, 12)
-NEWEST = (0, 5, 23)
 _INSTALL = "pip install 'slime-rl[sglang]'"
 
 
@@ -31,7 +29,7 @@ def check_version(version: str | None) -> str:
     Raises:
         UserError: SGLang is not installed, or its version is not supported.
     """
-    oldest, newest = (".".join(map(str, limit)) for limit in (OLDEST, NEWEST))
+    oldest, *_, newest = sglang_versions()
     if version is None:
         raise UserError(
             "SGLang is not installed in this environment",
@@ -40,9 +38,9 @@ def check_version(version: str | None) -> str:
             fix=f"{_INSTALL} (versions {oldest} to {newest}), or pass --rollout-engine embedded",
         )
     number = version_of(version)[:3]
-    if OLDEST <= number <= NEWEST:
+    if version_of(oldest) <= number <= version_of(newest):
         return version
-    older = number < OLDEST
+    older = number < version_of(oldest)
     missing = (
         "pausing with a mode, flat buckets and weight checksums"
         if older
