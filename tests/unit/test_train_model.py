@@ -92,13 +92,14 @@ def test_padded_layout_is_a_bijection(branches: list[list[int]]) -> None:
         <= 1.25 * total + 80
     )
     for block in layout.blocks:  # no query sees the future, every query sees itself
-        assert not block.allowed.triu(1).any() and block.allowed.diagonal(dim1=-2, dim2=-1).all()
+        seen = block.bias == 0
+        assert not seen.triu(1).any() and seen.diagonal(dim1=-2, dim2=-1).all()
 
 
 def test_windows_count_positions_not_cells() -> None:
     """Two branches behind a prompt of two tokens: both begin at position 2."""
     [block] = padded_layout([[2, 3, 3]]).blocks
-    seen = block.within(2).allowed[0, 0]
+    seen = block.within(2).bias[0, 0] == 0
     assert [row.nonzero()[:, 0].tolist() for row in seen] == [
         [0], [0, 1], [1, 2], [2, 3], [3, 4], [1, 5], [5, 6], [6, 7]
     ]  # fmt: skip
