@@ -29,8 +29,10 @@ from tests.support.runs import GRPO, Run, RunResult
 
 #: How long an example takes says more of the machine than of the code. The same examples in each
 #: `make test`: a change fails by what it does. `make test-full` draws others.
-hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
-hypothesis.settings.register_profile("random", deadline=None)
+#: One failure is enough: the search for others took ten minutes in a process with all tests.
+_COMMON = {"deadline": None, "report_multiple_bugs": False}
+hypothesis.settings.register_profile("same", derandomize=True, **_COMMON)
+hypothesis.settings.register_profile("random", **_COMMON)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 

@@ -153,7 +153,7 @@ def test_versions_come_and_go_beside_the_base(pushed: Pushed) -> None:
 
 def test_neither_an_engine_that_joins_nor_a_push_waits_for_requests(pushed: Pushed) -> None:
     fleet = EngineFleet([pushed.url])
-    sampling = {"max_new_tokens": 30_000, "ignore_eos": True}
+    sampling = {"max_new_tokens": 300_000, "ignore_eos": True}
     body = {"input_ids": TOKENS, "sampling_params": sampling}
     request = Background(lambda: fleet.post("/generate", body, 120))
 

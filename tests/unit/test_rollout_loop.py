@@ -403,7 +403,7 @@ def test_the_reference_default_path_means_the_built_in_rollout() -> None:
 
 def test_hooks_are_checked_before_anything_starts() -> None:
     with pytest.raises(UserError, match="cannot be called as"):
-        generate(custom_generate_function_path=HOOKS + "note_sample")
+        generate(custom_generate_function_path=HOOKS + "replace_sample")
     with pytest.raises(UserError, match="no module"):
         generate(rollout_function_path="nowhere.to.be_found")
 
