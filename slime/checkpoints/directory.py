@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.errors import UserError
+from slime.errors import UserError, first_few
 from slime.files import bring_to_disk, read_plain, write_atomically
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -358,10 +358,8 @@ def check_complete(directory: Path) -> None:
         return
     faults = [fault for record in records if (fault := _fault_of(directory, record))]
     if faults:
-        more = f" and {len(faults) - 4} more" if len(faults) > 4 else ""
-        raise UserError(
-            f"{directory} is damaged", why="; ".join(faults[:4]) + more, fix=_go_back(directory)
-        )
+        why = first_few(faults, between="; ")
+        raise UserError(f"{directory} is damaged", why=why, fix=_go_back(directory))
 
 
 def _fault_of(directory: Path, record: FileRecord) -> str:

@@ -28,7 +28,7 @@ from slime.checkpoints.directory import (
 )
 from slime.config.config import Config
 from slime.config.teachers import Teacher
-from slime.errors import UserError
+from slime.errors import UserError, contents_of
 from slime.files import read_plain
 from slime.models.peft_config import is_adapter_dir
 
@@ -439,8 +439,6 @@ def _nothing_there(root: Path, flag: str) -> UserError:
         what = f"{flag} {root} is not a directory"
         why = ""
     else:
-        names = sorted(entry.name for entry in root.iterdir())
-        listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
         if damaged := _damage(root / "config.json"):
             what = f"{root / 'config.json'} is damaged"
             return UserError(
@@ -449,7 +447,7 @@ def _nothing_there(root: Path, flag: str) -> UserError:
         what = f"{flag} {root} holds no checkpoint"
         why = (
             "no latest_checkpointed_iteration.txt, and no config.json that names a Hugging Face "
-            f"model_type or architectures; it holds: {listed or 'nothing'}"
+            f"model_type or architectures; it holds: {contents_of(root)}"
         )
     return UserError(what, why=why, fix=_FIXES[flag])
 

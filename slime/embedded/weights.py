@@ -23,7 +23,7 @@ from slime.embedded.layers import ExpertMLP, Linear, Mlp, TokenEmbedding
 from slime.embedded.model import Decoder, DecoderLayer
 from slime.embedded.quantised_weights import StoredForm
 from slime.engines.wire.buckets import dtype_in, dtype_name, fingerprint
-from slime.errors import UserError
+from slime.errors import UserError, first_few
 from slime.models import Match, read_hf_config
 from slime.models.activations import ACTIVATIONS
 from slime.models.layouts import INTERLEAVED_GATE_UP, Transposed
@@ -198,7 +198,9 @@ class WeightStore:
         shapes = {name: tuple(reader[name].shape) for name in names}
         absent = [name for name in self.names if name not in shapes]
         if absent:
-            raise WeightError(f"{path} lacks {len(absent)} parameters of the model: {_few(absent)}")
+            raise WeightError(
+                f"{path} lacks {len(absent)} parameters of the model: {first_few(absent)}"
+            )
         self.check(shapes.items())
         self.broken = f"an update from {path} stopped half way"
         self.pushed = set()
@@ -239,7 +241,7 @@ class WeightStore:
         unknown = [name for name in chosen if tied.get(name, name) not in held]
         if unknown:
             raise WeightError(
-                f"the model has no parameter {_few(unknown)}{nearest(unknown[0], self.named)}"
+                f"the model has no parameter {first_few(unknown)}{nearest(unknown[0], self.named)}"
             )
         return {name: fingerprint(held[tied.get(name, name)]) for name in chosen}
 
@@ -272,7 +274,7 @@ class WeightStore:
         ]
         if differing:
             raise WeightError(
-                f"{len(differing)} parameters differ from the snapshot: {_few(differing)}"
+                f"{len(differing)} parameters differ from the snapshot: {first_few(differing)}"
             )
 
     # -- memory ------------------------------------------------------------------------------------
@@ -538,7 +540,3 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
         one = one.view(torch.uint8)
         other = other.view(torch.uint8)
     return torch.equal(one, other)
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

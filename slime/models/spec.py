@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from slime.errors import UserError
+from slime.errors import UserError, contents_of
 from slime.models.layouts import DeltaNetSizes
 from slime.models.vision import VisionSpec
 
@@ -371,11 +371,11 @@ def read_hf_config(source: HfConfig) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text())
     except FileNotFoundError as error:
-        there = sorted(p.name for p in path.parent.iterdir())[:12] if path.parent.is_dir() else None
+        folder = path.parent
         raise UserError(
             f"no model config at {path}",
-            why=f"the directory holds: {', '.join(there) or 'nothing'}"
-            if there is not None
+            why=f"the directory holds: {contents_of(folder)}"
+            if folder.is_dir()
             else "no such directory",
             fix="pass --hf-checkpoint with a Hugging Face model directory (config.json, "
             "*.safetensors, tokenizer), or org/name for a Hub model; no local path of that name "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from slime.errors import UserError
+from slime.errors import UserError, contents_of
 from slime.models.gemma3 import GEMMA3
 from slime.models.siglip import GEMMA3_VISION, image_tokens
 from slime.processes.garbage import paused
@@ -51,10 +51,9 @@ def load_tokenizer(
             "tokenizer",
         )
     if not has_tokenizer(folder):
-        there = ", ".join(sorted(entry.name for entry in folder.iterdir())[:12]) or "nothing"
         raise UserError(
             f"the model directory '{path}' has no tokenizer",
-            why=f"it has: {there}; looked for {', '.join(_TOKENIZER_FILES)}",
+            why=f"it has: {contents_of(folder)}; looked for {', '.join(_TOKENIZER_FILES)}",
             fix="copy tokenizer.json and tokenizer_config.json of the model into it",
         )
     try:
