@@ -30,7 +30,7 @@ from slime.engines.fleet import EngineFleet
 from slime.engines.health import HealthChecks
 from slime.engines.keys import RunKeys
 from slime.engines.launch import ServedModel
-from slime.engines.router import LIVENESS_PATH, register_workers, remove_worker, started_with
+from slime.engines.router import LIVENESS_PATH, register_workers, remove_worker, workers_at_start
 from slime.errors import RunFailed
 from slime.log import get_logger
 
@@ -221,7 +221,8 @@ class Routers:
         """Return whether the workers are on the router's command line."""
         policy = self._config.engine.router.get("policy") or "cache_aware"
         return bool(
-            self._first_parts(model, PAIR[0]) or started_with(policy, self._behind(model, url_of))
+            self._first_parts(model, PAIR[0])
+            or workers_at_start(policy, self._behind(model, url_of))
         )
 
     def _register_late(self, url: str, engines: Iterable[str]) -> list[str]:
