@@ -70,7 +70,13 @@ class Routers:
         self._models = models
         self.handles = {
             name: EngineHandle(
-                config, _router_name(model), run_path, 1, {"num_cpus": 0}, hosts, run_keys
+                config,
+                "router" if model.is_policy else f"router-{model.name}",
+                run_path,
+                1,
+                {"num_cpus": 0},
+                hosts,
+                run_keys,
             )
             for name, model in models.items()
         }
@@ -268,7 +274,3 @@ class Routers:
         """Close the connections. `Engines.close` ends the actors."""
         if self._fleet is not None:
             self._fleet.close()
-
-
-def _router_name(model: ServedModel) -> str:
-    return "router" if model.is_policy else f"router-{model.name}"
