@@ -28,6 +28,7 @@ from slime.prompts.chat_template import (
     render_messages,
     special_tokens,
     takes_any_order,
+    template_source,
     without_repeated_end,
 )
 from slime.prompts.conversation import Messages, read_messages
@@ -223,9 +224,8 @@ class Speech:
             family: `slime.models.family_name`, which decides the tool-call format if the template
                 does not.
         """
-        found = getattr(tokenizer, "chat_template", None)
-        template = "\n".join(found.values()) if isinstance(found, dict) else found
-        calls = tool_format(template or None, family)
+        template = template_source(tokenizer) or None
+        calls = tool_format(template, family)
         return Speech(tokenizer, calls, reasoning_format(template), end_tokens, images)
 
     # -- messages to tokens ------------------------------------------------------------------------

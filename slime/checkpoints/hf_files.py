@@ -439,7 +439,7 @@ class HfWriter:
         """Append a tensor; a full shard is written at once."""
         from slime.engines.wire.buckets import dtype_name
 
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = tensor.nbytes
         if self._open and self._open_bytes + nbytes > self.shard_bytes:
             self._flush()
         # a copy, as a view would be saved with its whole storage, and may change before the flush

@@ -101,7 +101,7 @@ class ShardedWrite:
             if item.type == WriteItemType.BYTE_IO:
                 resolved[item.index] = self._planner.resolve_data(item)
         self._planner = _Resolved(resolved)
-        return sum(copy.numel() * copy.element_size() for copy in copies)
+        return sum(copy.nbytes for copy in copies)
 
     def write(self, directory: Path) -> tuple[list[Any], list[FileRecord]]:
         """Write this rank's file and flush it to the disk.

@@ -283,7 +283,7 @@ class WeightStore:
 
     @property
     def nbytes(self) -> int:
-        unpacked = sum(tensor.numel() * tensor.element_size() for tensor in self.named.values())
+        unpacked = sum(tensor.nbytes for tensor in self.named.values())
         return unpacked + sum(linear.packed_nbytes for linear in self.linears)
 
     def release(self) -> None:

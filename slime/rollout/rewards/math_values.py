@@ -771,7 +771,7 @@ def _apply(name: str, values: list[Number], scope: _Scope) -> Number:
     mp = scope.mp
     if name == "degree":
         return mp.pi / 180
-    if name == "root" or name == "sqrt":
+    if name in ("root", "sqrt"):
         degree = values[1] if len(values) > 1 else Fraction(2)
         if degree == 0:
             raise Undefined("a root of degree zero")

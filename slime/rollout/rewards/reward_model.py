@@ -32,9 +32,10 @@ _CLASSIFIER = "ForSequenceClassification"
 
 
 def check_directory(path: str | None) -> None:
-    """
+    """Check that ``path`` is the directory of a reward model.
+
     Raises:
-        UserError: ``path`` is missing, or holds no reward model.
+        UserError: it is missing, or holds no reward model.
     """
     fix = (
         "pass --rm-path with the model/ of a run with --preference-loss reward_model, or another "
