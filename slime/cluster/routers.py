@@ -68,18 +68,12 @@ class Routers:
         self._should_stop = should_stop
         self._config = config
         self._models = models
-        self.handles = {
-            name: EngineHandle(
-                config,
-                "router" if model.is_policy else f"router-{model.name}",
-                run_path,
-                1,
-                {"num_cpus": 0},
-                hosts,
-                run_keys,
+        self.handles: dict[str, EngineHandle] = {}
+        for name, model in models.items():
+            router = "router" if model.is_policy else f"router-{model.name}"
+            self.handles[name] = EngineHandle(
+                config, router, run_path, 1, {"num_cpus": 0}, hosts, run_keys
             )
-            for name, model in models.items()
-        }
         self.urls: dict[str, str] = {}
         tolerant = config.fault_tolerance.use_fault_tolerance
         self._health = HealthChecks.of(config, path=LIVENESS_PATH) if tolerant else None

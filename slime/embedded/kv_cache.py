@@ -70,11 +70,11 @@ class Place(NamedTuple):
 
 class BlockWrite(NamedTuple):
     """A write of new tokens to one block: these ``rows`` of the tokens (None: all), to the rows
-    ``index`` of the block as [slots * kv_heads * size, head_dim]."""
+    ``targets`` of the block as [slots * kv_heads * size, head_dim]."""
 
     block: CacheBlock
     rows: torch.Tensor | None
-    index: torch.Tensor
+    targets: torch.Tensor
 
 
 @dataclass
@@ -95,14 +95,12 @@ class WritePlan:
         """Write keys and values [tokens, kv_heads, head_dim] of layer ``number``."""
         head_dim = keys.shape[-1]
         layer, window = self.places[number]
-        for block, rows, index in self.whole if window is None else self.windowed:
-            new_keys, new_values = (keys, values) if rows is None else (keys[rows], values[rows])
-            block.keys[layer].view(-1, head_dim).index_copy_(
-                0, index, new_keys.reshape(-1, head_dim)
-            )
-            block.values[layer].view(-1, head_dim).index_copy_(
-                0, index, new_values.reshape(-1, head_dim)
-            )
+        for block, rows, targets in self.whole if window is None else self.windowed:
+            for stored, new in ((block.keys, keys), (block.values, values)):
+                chosen = new if rows is None else new[rows]
+                stored[layer].view(-1, head_dim).index_copy_(
+                    0, targets, chosen.reshape(-1, head_dim)
+                )
 
 
 class KVCache:
@@ -254,11 +252,9 @@ class KVCache:
         used = [(block, count) for block in self.blocks if (count := block.used(length))]
         keys = [block.keys[layer, slot, :, :count] for block, count in used]
         values = [block.values[layer, slot, :, :count] for block, count in used]
-        return (
-            (keys[0], values[0])
-            if len(used) == 1
-            else (torch.cat(keys, dim=1), torch.cat(values, dim=1))
-        )
+        if len(used) == 1:
+            return keys[0], values[0]
+        return torch.cat(keys, dim=1), torch.cat(values, dim=1)
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
