@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -69,6 +70,12 @@ def several(errors: Sequence[UserError]) -> UserError:
     combined = UserError("\n".join(lines))
     combined.errors = tuple(distinct)
     return combined
+
+
+def is_debugging() -> bool:
+    """Whether ``SLIME_DEBUG`` is set, to anything but 0: errors have tracebacks, and logs are at
+    level DEBUG."""
+    return os.environ.get("SLIME_DEBUG", "0") not in ("", "0")
 
 
 def first_few(names: Sequence[object], most: int = 4, between: str = ", ") -> str:
