@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
     parser = Arguments("slime resume", __doc__)
     parser.add_argument("run_dir", help="a run folder, outputs/<run>")
     parser.add_argument("--stage", help="of a run with several; default: the newest")
-    own, again = _apart(argv)
+    own, again = _split_words(argv)
     asked = parser.parse_args(own)
     folder = Path(asked.run_dir)
     run = _stage_of(folder, asked.stage)
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
         train(session)
 
 
-def _apart(argv: list[str]) -> tuple[list[str], list[str]]:
+def _split_words(argv: list[str]) -> tuple[list[str], list[str]]:
     """Split into this command's own words and the flags of the run that follow them."""
     known = spellings()
     words = [

@@ -28,7 +28,7 @@ if __name__ == "__main__":  # slime/__init__.py needs packages that this script 
 from slime.processes import tree
 from slime.sandbox import isolation
 
-_POLL_SECONDS = 0.03
+_LOOK_SECONDS = 0.03
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 #: Processes in the sandbox besides the program's own, and the bytes that they hold.
 _OURS = 2
@@ -132,7 +132,7 @@ class Supervisor:
             os.set_blocking(descriptor, False)
         try:
             while not self._has_ended(pid):
-                ready = select.select(list(open_ends), [], [], _POLL_SECONDS)[0]
+                ready = select.select(list(open_ends), [], [], _LOOK_SECONDS)[0]
                 if output_end in ready and not self._read_output(output_end):
                     open_ends.discard(output_end)
                 if report_end in ready and not self._read_report(report_end):
