@@ -111,7 +111,7 @@ def only_functions(body: Mapping[str, Any], kinds: Collection[str | None]) -> li
     own = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") in kinds]
     if len(own) < len(tools):
         left_out = len(tools) - len(own)
-        logger.debug("an agent's tools that are no functions are left out: %d", left_out)
+        logger.debug("an agent's tools that are not functions are left out: %d", left_out)
     return own
 
 

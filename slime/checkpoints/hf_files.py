@@ -283,7 +283,7 @@ class HfReader:
             if not isinstance(name, str) or Path(name).name != name
         ]
         if outside:
-            why = f"its weight_map names {outside[0]!r}, which is no file of this directory"
+            why = f"its weight_map names {outside[0]!r}, which is not a file of this directory"
             raise UserError(
                 f"{index} is damaged",
                 why=why,

@@ -242,7 +242,7 @@ def base_of_critic(config: Config, recorded: str | None) -> LoadPlan:
     path = Path(recorded)
     if not path.is_dir():
         raise UserError(
-            f"the frozen layers of the critic are missing: {path} is no directory",
+            f"the frozen layers of the critic are missing: {path} is not a directory",
             why="checkpoints hold the critic's adapters and head, and name the --critic-load "
             "beside whose weights they were trained",
             fix="put it back, or start another run, with another --critic-load",
@@ -453,14 +453,14 @@ def _nothing_there(root: Path, flag: str) -> UserError:
 
 
 def _damage(file: Path) -> str:
-    """Describe why a file is no JSON object; "" if it is one, or does not exist."""
+    """Describe why a file is not a JSON object; "" if it is one, or does not exist."""
     if not file.is_file():
         return ""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        return f"it is no JSON: {error}"
-    return "" if isinstance(found, dict) else f"it holds a {type(found).__name__}, no object"
+        return f"it is not JSON: {error}"
+    return "" if isinstance(found, dict) else f"it holds a {type(found).__name__}, not an object"
 
 
 _FIXES = {

@@ -250,7 +250,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not an object")
     except FileNotFoundError as error:
         raise UserError(
             f"{directory} is no PEFT adapter",
@@ -369,7 +369,7 @@ def _scaling(config: Mapping[str, Any], module: str) -> tuple[int, float]:
 
 
 def _check_is_target(module: str, config: Mapping[str, Any], path: Path) -> None:
-    """Refuse a tensor that is no target, which PEFT would silently ignore."""
+    """Refuse a tensor that is not a target, which PEFT would silently ignore."""
     targets = config.get("target_modules")
     if targets is None or targets == "all-linear":
         return

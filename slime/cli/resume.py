@@ -75,7 +75,7 @@ def _stage_of(folder: Path, stage: str | None) -> RunFolder:
             else ""
         )
         what = (
-            "is not a run folder" if folder.is_dir() else "is no folder, and so is not a run folder"
+            "is not a run folder" if folder.is_dir() else "is not a folder, and so not a run folder"
         )
         copies = sorted((folder / "history").glob("config.*.json")) if folder.is_dir() else []
         fix = (
