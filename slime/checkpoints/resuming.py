@@ -79,7 +79,7 @@ def _skip(plan: LoadPlan) -> list[str]:
         name = iteration_name(damage.iteration)
         line = f"checkpoint {root / name} is skipped, {damage.why}: going on from {plan.path}"
         if iteration_dir(root, damage.iteration).exists():
-            line += f"; what there is of it is {name}.damaged now, for you to remove"
+            line += f"; its files are in {name}.damaged now, which you may remove"
         lines.append(line)
     all_gather(None)  # every rank has looked
     if dist.get_rank() == 0:

@@ -192,7 +192,7 @@ class Saving:
             discard_all_parts(Path(self._flags.save))
             final = Path(self._flags.save) / iteration_name(self._begun)
             if discard_partial(final):
-                logger.warning("%s was not finished; what there was of it is removed", final)
+                logger.warning("%s was not finished, and is removed", final)
 
     # -- what to resume from -----------------------------------------------------------------------
 
