@@ -822,7 +822,7 @@ def _check_answers(address: str) -> None:
     if not answers:
         raise UserError(
             f"no Ray cluster answers at {address}",
-            why="a server listens there that does not answer as Ray does (waited for at most "
+            why="somebody listens there, but does not answer as Ray does (waited for at most "
             f"{deadlines.PREFLIGHT_CONNECT:.0f} s)",
             fix=f"the address is that of Ray's GCS (6379 by default), not of its dashboard; {fix}",
         )
