@@ -63,6 +63,8 @@ class EngineKind:
             compute differently from the trainer, or that cannot get pushes there.
         check_transposed_experts: refuses a directory with stacks of experts that are transposed
             relative to published ones.
+        draft_path: the directory with the weights of the policy's draft model, which may be
+            ``--hf-checkpoint``; None without such a draft.
         check_installed: refuses an environment that cannot start it.
         weights_dtype: the dtype of the policy's weights, by the engine's name.
         computed_here: other processes of this system can compute its model part by part (`slime
@@ -98,6 +100,7 @@ class EngineKind:
     check_flags: Callable[[Config], None] = lambda config: None
     check_model: Callable[[ModelSpec, Mapping[str, Any]], None] = lambda spec, config: None
     check_transposed_experts: Callable[[Path], None] = lambda folder: None
+    draft_path: Callable[[Config], str | None] = lambda config: None
     check_installed: Callable[[], object] = lambda: None
     computed_here: bool = False
     reads_generation_config: bool = False
