@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from slime.errors import UserError
@@ -16,40 +17,51 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _OWN_PREFIX = re.compile(r"(model\.)?mtp(_\w+)?\.")
 
 
-def check_draft(draft: Path, policy: Path, spec: ModelSpec) -> None:
-    """Refuse a directory that holds no draft for the policy.
+@dataclass(frozen=True)
+class DraftModel:
+    """Where a draft's weights are.
 
-    Args:
-        policy: the policy's directory; the same as ``draft`` for its own prediction layers.
-        spec: of the policy.
-    Raises:
-        UserError: says what is missing, or which vocabularies differ.
+    Attributes:
+        path: a Hugging Face directory.
+        is_own_layers: the draft is the policy's own prediction layers, in the policy's directory.
     """
-    if draft == policy:
-        if not prediction_layers(tensor_sizes(policy), spec.num_layers):
+
+    path: Path
+    is_own_layers: bool
+
+    def check(self, spec: ModelSpec) -> None:
+        """Refuse a directory that holds no draft for the policy.
+
+        Args:
+            spec: of the policy.
+        Raises:
+            UserError: says what is missing, or which vocabularies differ.
+        """
+        if self.is_own_layers:
+            if not prediction_layers(tensor_sizes(self.path), spec.num_layers):
+                raise UserError(
+                    f"{self.path} has no prediction layers to draft with",
+                    why="it has no tensors of multi-token prediction; many exports leave them out",
+                    fix="name a draft model with --sglang-speculative-draft-model-path, or leave "
+                    "--sglang-speculative-algorithm out",
+                )
+            return
+        vocabulary = decoder_config(read_hf_config(self.path)).get("vocab_size")
+        if vocabulary not in (None, spec.vocab_size):
             raise UserError(
-                f"{policy} has no prediction layers to draft with",
-                why="it has no tensors of multi-token prediction; many exports leave them out",
-                fix="name a draft model with --sglang-speculative-draft-model-path, or leave "
-                "--sglang-speculative-algorithm out",
+                f"the draft {self.path} has {vocabulary} tokens, the policy {spec.vocab_size}",
+                why="drafts are compared with the policy's tokens by their numbers",
+                fix="take a draft that was made for this policy",
             )
-        return
-    vocabulary = decoder_config(read_hf_config(draft)).get("vocab_size")
-    if vocabulary not in (None, spec.vocab_size):
-        raise UserError(
-            f"the draft {draft} has {vocabulary} tokens, the policy {spec.vocab_size}",
-            why="drafts are compared with the policy's tokens by their numbers",
-            fix="take a draft that was made for this policy",
-        )
 
-
-def draft_bytes(draft: Path, policy: Path) -> int:
-    """Return the bytes of a draft's weights; 0 if no safetensors files of it are on this host."""
-    sizes = tensor_sizes(draft)
-    if draft == policy:
-        layers = int(decoder_config(read_hf_config(policy))["num_hidden_layers"])
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the draft's weights; 0 if no safetensors files of it are on this host."""
+        sizes = tensor_sizes(self.path)
+        if not self.is_own_layers or not sizes:
+            return sum(sizes.values())
+        layers = int(decoder_config(read_hf_config(self.path))["num_hidden_layers"])
         return sum(sizes[name] for name in prediction_layers(sizes, layers))
-    return sum(sizes.values())
 
 
 def prediction_layers(names: Iterable[str], num_layers: int) -> list[str]:

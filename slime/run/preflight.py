@@ -39,7 +39,6 @@ from slime.errors import UserError
 from slime.hub import fetch_model, is_hub_name, local_data
 from slime.log import get_logger
 from slime.memory.hardware import gpu_majors
-from slime.models.draft_model import check_draft
 from slime.models.layout_rules import check_critic_layout, check_layout
 from slime.models.model_flags import check_model_flags, merge_transformer
 from slime.models.quantised import Quantisation
@@ -189,9 +188,9 @@ def check_architecture(config: Config) -> None:
         images_of(config)  # refuses a directory without an image processor
     if needs_engines(config):
         engine_of(config).check_model(spec, hf_config)
-        draft = engine_of(config).draft_path(config)
+        draft = engine_of(config).draft_model(config)
         if draft is not None:
-            check_draft(Path(draft), Path(str(flags.hf_checkpoint)), spec)
+            draft.check(spec)
     check_experts(merge_transformer(spec.transformer, config.megatron.transformer))
     check_layout(spec.padded(config.megatron.tensor_model_parallel_size), config)
     if config.critic.has_own_gpus:

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from slime.engines.kinds import engine_of
-from slime.engines.launch import EnginePlace
+from slime.engines.launch import ONE_GPU, EnginePlace
 from slime.engines.sglang.command import check_sglang, sglang_options
 from slime.errors import UserError
 from slime.memory.plan import facts_of, node_memory
 from slime.models import family_of
-from slime.models.draft_model import check_draft, draft_bytes
+from slime.models.draft_model import DraftModel
 from slime.observe.alarms import find_alarms
 from slime.rollout.metrics import sample_metrics
 from slime.samples.types import Sample
@@ -32,7 +32,7 @@ EAGLE3 = {
 ON_DISK = {"update_weight_transport": "disk", "update_weight_disk_dir": "/x"}
 
 
-def options_of(place: EnginePlace = EnginePlace(), **flags: Any) -> dict[str, Any]:
+def options_of(place: EnginePlace = ONE_GPU, **flags: Any) -> dict[str, Any]:
     config = config_of(**flags)
     check_sglang(config)
     return sglang_options(config, "m", "h", 1, place)
@@ -99,23 +99,25 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_draft_fits_the_policy(policy: Path, tmp_path: Path) -> None:
     family = family_of(str(policy))
     spec = family.model_spec(str(policy))
+    own = DraftModel(policy, is_own_layers=True)
     with pytest.raises(UserError, match="has no prediction layers"):
-        check_draft(policy, policy, spec)
+        own.check(spec)
+    DraftModel(policy, is_own_layers=False).check(spec)  # a whole model may draft for itself
     layer = {f"model.layers.{spec.num_layers}.eh_proj.weight": torch.zeros(4, 8)}
     save_file(layer, policy / "prediction.safetensors")
     try:
-        check_draft(policy, policy, spec)
-        assert draft_bytes(policy, policy) == 4 * 8 * 4
+        own.check(spec)
+        assert own.nbytes == 4 * 8 * 4
     finally:
         (policy / "prediction.safetensors").unlink()
     draft = tmp_path / "draft"
     draft.mkdir()
     (draft / "config.json").write_text('{"vocab_size": 7}')
     with pytest.raises(UserError, match=f"draft .* has 7 tokens, the policy {spec.vocab_size}"):
-        check_draft(draft, policy, spec)
+        DraftModel(draft, is_own_layers=False).check(spec)
     (draft / "model.safetensors").write_bytes(b"\0" * 20)
     with pytest.raises(UserError, match=r"model\.safetensors is damaged"):
-        draft_bytes(draft, policy)
+        _ = DraftModel(draft, is_own_layers=False).nbytes
 
 
 def test_the_plan_counts_a_draft(policy: Path, tmp_path: Path) -> None:

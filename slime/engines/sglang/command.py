@@ -27,12 +27,11 @@ from slime.engines.launch import (
     LaunchSpec,
 )
 from slime.engines.model_groups import GroupRules
-from slime.engines.sglang.drafts import check_drafts, draft_options, draft_path
+from slime.engines.sglang.drafts import check_drafts, draft_model, draft_options
 from slime.engines.sglang.versions import check_version, installed_version
 from slime.errors import UserError
 from slime.models import family_of
 from slime.models.adapters import AdapterConfig, adaptable, adapted_layers
-from slime.models.draft_model import draft_bytes
 from slime.models.mixers import DELTA_PROJECTIONS
 from slime.models.spec import ModelSpec
 from slime.models.table import ModelFamily
@@ -417,6 +416,7 @@ def sglang_footprint(config: Config) -> EngineFootprint:
     replicas = int(options.get("dp_size") or 1) if options.get("enable_dp_attention") else 1
     element = 4 if dtype_of(config) in ("float32", "float") else 2
     fraction = options.get("mem_fraction_static")
+    draft = draft_model(config)
     return EngineFootprint(
         tensor=tensor,
         pipeline=pipeline,
@@ -430,13 +430,8 @@ def sglang_footprint(config: Config) -> EngineFootprint:
         fraction_option="--sglang-mem-fraction-static",
         # the base takes one place
         adapters_at_once=int(options.get("max_loras_per_batch") or 1 + RESIDENT_ADAPTERS),
-        draft=_draft_bytes(config) / tensor,
+        draft=draft.nbytes / tensor if draft is not None else 0.0,
     )
-
-
-def _draft_bytes(config: Config) -> int:
-    draft = draft_path(config)
-    return draft_bytes(Path(draft), Path(str(config.checkpoint.hf_checkpoint))) if draft else 0
 
 
 def adapter_words(adapters: Mapping[str, Path]) -> tuple[str, ...]:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.errors import UserError
+from slime.models.draft_model import DraftModel
 from slime.placement import PlacementPlan, requests_in_flight
 
 if TYPE_CHECKING:
@@ -36,13 +38,15 @@ def algorithm_of(options: Mapping[str, Any]) -> str:
     return str(options.get("speculative_algorithm") or "").upper()
 
 
-def draft_path(config: Config) -> str | None:
-    """Return the directory with the draft's weights, which is ``--hf-checkpoint`` for prediction
-    layers of its own; None without such a draft."""
+def draft_model(config: Config) -> DraftModel | None:
+    """Return where the weights of the policy's draft are; None without such a draft."""
     options = config.engine.sglang
-    if algorithm_of(options) not in _WITH_WEIGHTS:
+    algorithm = algorithm_of(options)
+    if algorithm not in _WITH_WEIGHTS:
         return None
-    return str(options.get("speculative_draft_model_path") or config.checkpoint.hf_checkpoint)
+    policy = str(config.checkpoint.hf_checkpoint)
+    path = str(options.get("speculative_draft_model_path") or policy)
+    return DraftModel(Path(path), algorithm in _FROM_CHECKPOINT and path == policy)
 
 
 def check_drafts(config: Config, options: Mapping[str, Any], named: Callable[[str], str]) -> None:
