@@ -285,7 +285,7 @@ class ImagePrompts:
             end = first + length
         return [*whole, *tokens[end:]], spans
 
-    def within(self, tokens: Sequence[int], sources: list[str]) -> list[str]:
+    def within(self, tokens: Sequence[int], sources: Sequence[Source]) -> Sequence[Source]:
         """Return the first images of a conversation, as many as ``tokens`` has placeholders for."""
         return sources[: len(placeholder_runs(tokens, self.vision))]
 
