@@ -26,7 +26,14 @@ from slime.prompts.conversation import (
     read_tools,
     unread_keys,
 )
-from slime.prompts.images import ImagePrompts, ImageSources, Source, image_prompts, kept
+from slime.prompts.images import (
+    ImagePrompts,
+    ImageSources,
+    Source,
+    image_prompts,
+    kept,
+    read_teacher_prompt,
+)
 from slime.prompts.labels import compares_labels, read_label
 from slime.prompts.preference_rows import PreferenceColumns, count_images, holds_text, with_prompt
 from slime.prompts.problems import RowProblem, missing_key
@@ -48,6 +55,7 @@ class RowFormat:
         preference: the columns of answers in preference learning; else None.
         metadata_required, tools_required: a flag names the column, so rows must have its key.
         images: how rows name their images; None in a text-only run.
+        teacher_prompt_key: key of the metadata with another prompt for the teacher.
     """
 
     input_key: str = "input"
@@ -65,6 +73,7 @@ class RowFormat:
     metadata_required: bool = False
     tools_required: bool = False
     images: ImageSources | None = None
+    teacher_prompt_key: str | None = None
     input_flag: str = "--input-key"
     label_flag: str = "--label-key"
 
@@ -120,6 +129,7 @@ class RowFormat:
             metadata_required=data.metadata_key != "metadata",
             tools_required=data.tool_key != "tools",
             images=ImageSources.of(config, path or data.prompt_data, config.images.multimodal_keys),
+            teacher_prompt_key=config.distillation.opd_teacher_prompt_key,
         )
 
 
@@ -267,14 +277,34 @@ def _with_images(
         parts.sources = [None] * len(runs)
         prompt.images = form.images.of_row(row, parts)
         prompt.image_tokens = _missing_placeholders([length for _, length in runs], prompt, prompts)
-        return prompt
-    prompt.images = form.images.of_row(row, parts)
-    shown = parts.placeholder
-    if isinstance(prompt.text, str) and not (form.raw and form.apply_chat_template):
-        shown = _surrounded(shown, form, parts)
-    _check_places(prompt.text, shown, len(prompt.images))
-    prompt.image_tokens = prompts.num_tokens(prompt.images)
+    else:
+        prompt.images = form.images.of_row(row, parts)
+        shown = parts.placeholder
+        if isinstance(prompt.text, str) and not (form.raw and form.apply_chat_template):
+            shown = _surrounded(shown, form, parts)
+        _check_places(prompt.text, shown, len(prompt.images))
+        prompt.image_tokens = prompts.num_tokens(prompt.images)
+    _check_teacher_prompt(prompt, form, parts.placeholder)
     return prompt
+
+
+def _check_teacher_prompt(prompt: Prompt, form: RowFormat, placeholder: str) -> None:
+    """
+    Raises:
+        RowProblem: the row has a prompt for the teacher with images that the row's prompt lacks.
+    """
+    given = prompt.metadata.get(form.teacher_prompt_key) if form.teacher_prompt_key else None
+    if given is None:
+        return
+    try:
+        read_teacher_prompt(given, placeholder, len(prompt.images))
+    except UserError as error:
+        raise RowProblem(
+            f"have a prompt for the teacher (metadata '{form.teacher_prompt_key}') with other "
+            "images",
+            error.what,
+            error.fix,
+        ) from error
 
 
 def _check_places(text: str | Messages, placeholder: str, num_images: int) -> None:

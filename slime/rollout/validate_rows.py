@@ -93,8 +93,8 @@ def data_inputs(config: Config) -> Iterator[DataInput]:
         yield DataInput(data.prompt_data, TRAINING, checker, judge, data.streaming_data)
     if held_out := config.preference.eval_preference_data:
         of_held_out = functools.partial(checker, path=held_out)
-        judge = functools.partial(PreferenceJudge, config)
-        yield DataInput(held_out, EVALUATION, of_held_out, judge)
+        of_pairs = functools.partial(PreferenceJudge, config)
+        yield DataInput(held_out, EVALUATION, of_held_out, of_pairs)
     for dataset in [] if config.eval.eval_function_path else eval_datasets(config):
         yield DataInput(
             dataset.path,

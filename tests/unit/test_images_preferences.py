@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from slime.config import Config, make_config
-from slime.errors import UserError
 from slime.models.images import ImageReader
 from slime.prompts.images import image_prompts
 from slime.prompts.prepare import remember
@@ -190,7 +189,7 @@ def test_both_answers_have_the_images_of_their_prompt_and_their_own(
             assert chosen.tokens[:start] == rejected.tokens[:start]
             assert chosen.response.removesuffix("<|im_end|>") == "yes"
     kept = folder / "out" / "run" / "media"
-    written = {one for one in kept.iterdir()} if kept.exists() else set()
+    written = set(kept.iterdir()) if kept.exists() else set()
     assert len(written) == len({name for name in SIZES if uri(name) in json.dumps(row)})
 
 
@@ -344,9 +343,7 @@ def test_log_probs_of_the_reference_are_kept_by_image(model: Path, tmp_path: Pat
     assert not cache.fill([batch])
     computed = [torch.randn(length) for length in batch.response_lengths]
     keys = [batch.key(i) for i in range(batch.num_samples)]
-    cache.add(
-        [TrainedTokens(key, ref_log_probs=one.numpy()) for key, one in zip(keys, computed)]
-    )
+    cache.add([TrainedTokens(key, ref_log_probs=one.numpy()) for key, one in zip(keys, computed)])
     again = ReferenceCache(tmp_path / "kept.bin")
     assert again.fill([batch]) and torch.equal(batch.ref_log_probs[2], computed[2])  # type: ignore
     changed = dataclasses.replace(batch, images={**batch.images, "square": PICTURES["other"]})
@@ -372,7 +369,7 @@ def preferences(reader: ImageReader, loss: str = "dpo") -> TrainBatch:
     batch.rollout_log_probs = None
     batch.rewards = [1.0, -1.0, 1.0, -1.0]
     batch.trajectory_ids = [0, 0, 1, 1]
-    batch.loss_masks[3][1 : -2] = 0.0  # the image in the answer
+    batch.loss_masks[3][1:-2] = 0.0  # the image in the answer
     if loss == "kto":
         batch.rewards = [1.0, 0.0, -1.0, 0.0]
         batch.steps = [StepPlan([[0], [2]], 2, 8, [[1], [3]])]
