@@ -26,8 +26,6 @@ def images(draft: Draft) -> None:
     for dest, why in _WITHOUT_IMAGES.items():
         if draft[dest]:
             raise _refused(option_of(dest), why)
-    if draft["rm_type"] == "reward_model":
-        raise _refused("--rm-type reward_model", "the reward model would not see the images")
     for dest in _VIRTUAL:
         if draft[dest] is not None:
             raise _refused(option_of(dest), "virtual stages with a tower are not implemented")

@@ -607,7 +607,7 @@ def check_rewards(config: Config) -> None:
             fix="pass one of them; --rm-type math compares with the label",
         )
     if reward_model.NAME in rm_types:  # it has no variant with boxed_
-        reward_model.check_directory(reward.rm_path)
+        reward_model.check_directory(reward.rm_path, images=bool(config.images.multimodal_keys))
     if {"remote_rm", "boxed_remote_rm"}.intersection(rm_types) and not reward.rm_url:
         raise UserError(
             "--rm-type remote_rm needs an address", fix="pass --rm-url http://host:port/path"

@@ -3,6 +3,7 @@ transformers."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import dataclasses
 import json
@@ -13,24 +14,32 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from slime.config import Config, make_config
+from slime.errors import UserError
 from slime.models.images import ImageReader
-from slime.prompts.images import image_prompts
+from slime.prompts.images import add_images, image_prompts
 from slime.prompts.prepare import remember
 from slime.prompts.source import make_source
 from slime.prompts.tokenizer import load_tokenizer
 from slime.rollout.preferences import generate_preferences, held_out_groups
 from slime.rollout.reference_cache import ReferenceCache
+from slime.rollout.rewards.reward_model import RewardModelScorer, check_directory
 from slime.rollout.validate_rows import DataReport, validate_data
+from slime.run.preflight import check_architecture
 from slime.samples.batch import StepPlan, TrainBatch, TrainedTokens, TrainLayout
 from slime.samples.convert import to_train_batches
 from slime.samples.media import media_of, media_problem
 from slime.samples.types import Sample
+from slime.trainer.megatron import forward
+from tests.support.embedded_models import byte_tokenizer
 from tests.support.images import IMAGES, PICTURES, save_seeing, save_seeing_with_tokenizer
+from tests.support.parity import CP2, PP2, SP, TP2
 from tests.support.seeing_samples import batch_of, their_log_probs
+from tests.support.trainer_ranks import Pools, trainer_config
 from tests.support.trainers import trainer
 
 SIZES = {"portrait": (5, 2), "landscape": (2, 6), "square": (3, 3)}
@@ -443,3 +452,93 @@ def test_losses_are_those_of_transformers_log_probs(loss: str, tmp_path: Path) -
     wanted = by_definition(loss, own, theirs, batch.loss_masks)
     assert found["train/preference_loss"] == pytest.approx(wanted, rel=2e-6, abs=2e-6)
     assert found["train/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])
+def test_a_reward_model_is_a_classifier_that_sees_and_a_reward(kind: str, tmp_path: Path) -> None:
+    """transformers and --rm-type reward_model score as training does."""
+    save_seeing(tmp_path / "hf", kind)
+    byte_tokenizer().save_pretrained(tmp_path / "hf")
+    reader = ImageReader(tmp_path / "hf")
+    batch = preferences(reader, "reward_model")
+    flags = {"loss_type": "preference_loss", "preference_loss": "reward_model", "lr": 1e-2}
+    backend = trainer(hf_checkpoint=str(tmp_path / "hf"), **flags, **IMAGES)
+    try:
+        losses = [backend.train(batch)["train/preference_loss"] for _ in range(4)]
+        packed = backend._pack(batch, [[0, 1, 2, 3]])
+        [values] = forward.score(backend.model_chunks, packed)
+        backend.export(str(tmp_path / "reward"))
+    finally:
+        backend.close()
+    assert losses[0] == pytest.approx(math.log(2.0), abs=1e-6) and losses[-1] < 0.6
+    ours = [part[-1].item() for part in values.values.split(batch.response_lengths)]
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "reward", dtype=torch.float32
+    )
+    assert any("visual" in name or "vision" in name for name, _ in loaded.named_parameters())
+    config = make_config(
+        hf_checkpoint=str(tmp_path / "hf"),
+        rm_type="reward_model",
+        rm_path=str(tmp_path / "reward"),
+        rollout_batch_size=1,
+        num_rollout=1,
+        **IMAGES,
+    )
+    scorer = RewardModelScorer(str(tmp_path / "reward"), config)
+    scores = []
+    for tokens, media, length in zip(batch.tokens, batch.media, batch.response_lengths):
+        sample = Sample(index=0, tokens=tokens[:-1].tolist(), response_length=length - 1)
+        for one in media:
+            (tmp_path / one.reference).write_bytes(PICTURES[one.reference])
+            add_images(sample, [str(tmp_path / one.reference)], [one.span])
+        scores.append(asyncio.run(scorer.score(sample)))
+    scorer.close()
+    assert scores == pytest.approx(ours, abs=2e-5)
+    assert min(abs(a - b) for a, b in zip(scores[::2], scores[1::2])) > 0.1
+
+
+def test_reward_models_that_see_nothing_are_refused_before_the_launch(tmp_path: Path) -> None:
+    """Those that would be trained, and those that would score."""
+    save_seeing_with_tokenizer(tmp_path / "hf")
+    flags = {"loss_type": "preference_loss", "preference_loss": "reward_model"}
+    config = make_config(hf_checkpoint=str(tmp_path / "hf"), **flags, **IMAGES)
+    with pytest.raises(UserError, match="cannot be made of a model of type qwen3_vl"):
+        check_architecture(config)
+    (tmp_path / "blind").mkdir()
+    blind = {"architectures": ["Qwen3ForSequenceClassification"], "model_type": "qwen3"}
+    (tmp_path / "blind" / "config.json").write_text(json.dumps({**blind, "id2label": {"0": "r"}}))
+    check_directory(str(tmp_path / "blind"))
+    with pytest.raises(UserError, match="is a reward model that sees no images"):
+        check_directory(str(tmp_path / "blind"), images=True)
+
+
+# -- layouts ---------------------------------------------------------------------------------------
+
+
+def preference_job(info: Any, flags: dict[str, Any], batch: TrainBatch) -> list[dict[str, float]]:
+    """Metrics of two rollouts."""
+    from slime.trainer.megatron.backend import MegatronBackend
+
+    backend = MegatronBackend(
+        trainer_config(**flags, actor_num_gpus_per_node=info.world_size), info
+    )
+    backend.setup()
+    names = ("train/preference_loss", "train/reward_margin", "train/grad_norm")
+    metrics = [backend.train(batch) for _ in range(2)]
+    return [{name: one[name] for name in names if name in one} for one in metrics]
+
+
+@pytest.mark.parametrize("layout", [TP2 | SP, PP2, CP2], ids=["TP2", "PP2", "CP2"])
+def test_any_layout_learns_what_one_process_does(
+    layout: dict[str, Any], ranks: Pools, tmp_path: Path
+) -> None:
+    save_seeing(tmp_path / "hf")
+    batch = preferences(ImageReader(tmp_path / "hf"))
+    flags = {"hf_checkpoint": str(tmp_path / "hf"), "loss_type": "preference_loss", **IMAGES}
+    flags |= {"preference_loss": "dpo", "optimizer": "sgd", "lr": 0.02}
+    [alone] = ranks.run(1, preference_job, flags, batch)
+    found = ranks.run(2, preference_job, flags | layout, batch)
+    ours = next(one for one in found if len(one[0]) == 3)
+    for step, wanted in zip(ours, alone, strict=True):
+        assert step == pytest.approx(wanted, rel=2e-4, abs=2e-5)
+    assert alone[1]["train/preference_loss"] < alone[0]["train/preference_loss"]
