@@ -331,7 +331,7 @@ class TeacherPool:
             return sample.tokens[: sample.prompt_length]
         if sample.teacher_prompt_tokens is None:
             templated = is_in_run() and current_state().templated
-            seen = None
+            seen = sample.multimodal_inputs
             if self._images is not None:
                 own = references_of(sample)
                 media = media_of(sample.multimodal_inputs, sample.multimodal_train_inputs)
