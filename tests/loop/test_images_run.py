@@ -157,7 +157,7 @@ def test_answers_of_the_data_are_learned_with_images(run: Run, seeing: tuple[obj
 
 
 def test_pairs_are_learned_with_images(run: Run, seeing: tuple[object, ...]) -> None:
-    """DPO; the reference model sees each image once."""
+    """DPO, and its evaluation; the second epoch knows what the reference has scored."""
     folder = Path(str(seeing[3])).parent
     rows = [json.loads(line) for line in Path(str(seeing[3])).read_text().splitlines()]
     data = folder / "pairs.jsonl"
@@ -165,9 +165,11 @@ def test_pairs_are_learned_with_images(run: Run, seeing: tuple[object, ...]) -> 
     data.write_text("".join(json.dumps({**row, **answers}) + "\n" for row in rows))
     flags: list[Any] = ["--loss-type", "preference_loss", "--preference-loss", "dpo"]
     flags += ["--rollout-batch-size", 8, "--num-epoch", 2, "--lr", "2e-3", "--prompt-data", data]
+    flags += ["--eval-preference-data", data, "--eval-interval", 2]
     result = run("seeing-dpo", *seeing, *flags)
-    losses = result.series("train/preference_loss")
-    assert losses[0] == pytest.approx(math.log(2.0), abs=1e-6) and losses[-1] < losses[0]
+    for name in ("train/preference_loss", "eval/preferences/preference_loss"):
+        losses = result.series(name)
+        assert losses[0] == pytest.approx(math.log(2.0), abs=1e-6) and losses[-1] < losses[0]
     assert result.series("rollout/reference_known")[-1] == 1.0
 
 

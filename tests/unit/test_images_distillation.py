@@ -16,6 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from slime.cluster.engine_fit import EngineInfo
 from slime.config import Config, make_config
 from slime.embedded.kind import embedded_command
 from slime.embedded.options import EngineOptions
@@ -29,6 +30,7 @@ from slime.prompts.tokenizer import load_tokenizer
 from slime.rollout.generate import bind_state
 from slime.rollout.teachers import TeacherPool
 from slime.rollout.validate_rows import validate_data
+from slime.run import preflight
 from slime.run.preflight import check_teachers
 from slime.samples.batch import TrainBatch, TrainLayout
 from slime.samples.convert import to_train_batches
@@ -45,8 +47,9 @@ from tests.support.images import (
     reference_logits,
     save_seeing,
     save_seeing_with_tokenizer,
+    with_images,
 )
-from tests.support.seeing_samples import batch_of, their_log_probs
+from tests.support.seeing_samples import SAMPLES, batch_of, their_log_probs
 from tests.support.served import served_engine
 from tests.support.trainers import trainer
 
@@ -383,6 +386,30 @@ def test_a_teacher_of_the_engine_config_is_started_with_its_tower(
         check_teachers(written(blind))
 
 
+@pytest.mark.parametrize("external", [False, True])
+def test_an_engine_that_computes_images_of_the_teacher_wrongly_is_refused(
+    external: bool, student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's attention within images of Gemma 3 is causal in some cases."""
+    gemma = save_seeing_with_tokenizer(tmp_path / "gemma", "gemma3")
+    groups = tmp_path / "groups.yaml"
+    groups.write_text(
+        "sglang:\n"
+        "  - {name: policy, server_groups: [{worker_type: regular, num_gpus: 1}]}\n"
+        f"  - {{name: big, model_path: {gemma}, "
+        "server_groups: [{worker_type: regular, num_gpus: 1}]}\n"
+    )
+    flags: dict[str, Any] = {"sglang_config": str(groups), "rollout_num_gpus": 2}
+    told = "SGLang does not compute images of gemma3"
+    if external:
+        flags = {"opd_teacher_urls": ["big=http://other:30000"]}
+        told = "the engine of teacher big cannot take part"
+        info = EngineInfo({"model_path": str(gemma)}, {"version": "0.5.16", "dtype": "bfloat16"})
+        monkeypatch.setattr(preflight, "fetch_engine_info", lambda url: info)
+    with pytest.raises(UserError, match=told):
+        check_teachers(config_for(student, rollout_engine="sglang", **flags))
+
+
 # -- in the trainer --------------------------------------------------------------------------------
 
 
@@ -447,6 +474,43 @@ def test_a_teacher_whose_tower_changes_ends_the_run(tmp_path: Path) -> None:
             backend.train(batch)
     finally:
         backend.close()
+
+
+def test_the_policy_teaches_itself_behind_other_prompts(tmp_path: Path) -> None:
+    """These show the first image of a sample's prompt, if it has any, and the response its own."""
+    model = save_seeing(tmp_path / "hf")
+    reader = ImageReader(tmp_path / "hf")
+    batch = distilled(reader)
+    shown: list[list[Any]] = [
+        [],
+        [[8], "portrait", [8]],
+        [[8], "landscape"],
+        [],
+        [],
+        [[7], "other"],
+    ]
+    prompts = [with_images(reader, pieces) for pieces in shown]
+    tensors = [torch.tensor(tokens, dtype=torch.long) for tokens, _ in prompts]
+    batch.payloads["teacher_prompts"] = tensors
+    flags = {"hf_checkpoint": str(tmp_path / "hf"), "opd_teacher_load": ["self"]}
+    backend = trainer(use_opd=True, rollout_temperature=1.0, **flags, **IMAGES)
+    try:
+        found = backend.train(batch)["rollout/opd_reverse_kl"]
+    finally:
+        backend.close()
+    means = []
+    for i, (pieces, (_, response)) in enumerate(zip(shown, SAMPLES)):
+        tokens, media = with_images(reader, [*pieces, *response])
+        length = batch.response_lengths[i]
+        with torch.no_grad():
+            own = their_log_probs(model, reader, batch)[i]
+            its = own
+            if pieces:
+                scores = reference_logits(model, reader, tokens, media)[-length - 1 : -1]
+                its = scores.log_softmax(-1).gather(1, torch.tensor(tokens)[-length:, None])[:, 0]
+        means.append(float((own - its).mean()))
+    assert means[0] == 0 and abs(means[1]) > 1e-3
+    assert found == pytest.approx(sum(means) / len(means), abs=2e-6)
 
 
 def test_adapters_have_the_base_as_a_teacher_that_sees(tmp_path: Path) -> None:

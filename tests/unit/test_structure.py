@@ -44,7 +44,7 @@ BUDGETS = {
     "processes": 1_060,  # the preloaded process
     "prompts": 4_400,  # images in rows of preferences and in teachers' prompts, forms of messages
     "rollout": 9_290,  # images of answers, of teachers and of reward models, evaluation sets
-    "run": 2_310,  # teachers that see, lengths that longrope is computed for, profiles, data sets from Python
+    "run": 2_310,  # teachers that see, lengths for longrope, profiles, data sets from Python
     "samples": 2_305,  # rewards of tokens and turns, whole pairs, images behind other prompts
     "sandbox": 930,
     "trainer": 9_490,  # a critic with adapters, attention within images by packed kernels
