@@ -42,8 +42,8 @@ def embedded_command(
         argv += ["--max-context-len", str(longest)]
     if config.lora.lora_rank and is_policy:
         argv += ["--enable-lora", "--max-lora-rank", str(config.lora.lora_rank)]
-    others = place.model_path
-    if config.images.multimodal_keys and (others is None or sees_images(Path(others))):
+    other = place.model_path
+    if config.images.multimodal_keys and (other is None or sees_images(Path(other))):
         argv += ["--enable-multimodal", "--limit-images", str(config.images.images_per_sample)]
         if config.images.image_max_pixels is not None:
             argv += ["--image-max-pixels", str(config.images.image_max_pixels)]

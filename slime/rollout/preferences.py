@@ -221,7 +221,8 @@ class PreferenceEncoder:
             sample.loss_mask = [0] * len(sample.loss_mask) + [1]
         sample.response_length = len(sample.loss_mask)
         sample.index = index
-        sample.multimodal_inputs = None
+        if self._images is not None:
+            sample.multimodal_inputs = None
         add_images(sample, [str(one) for one in answer.images], answer.spans)
         sample.metadata = copy.deepcopy(sample.metadata)
         sample.status = SampleStatus.COMPLETED

@@ -25,7 +25,7 @@ from slime.prompts.images import add_images, image_prompts
 from slime.prompts.prepare import remember
 from slime.prompts.source import make_source
 from slime.prompts.tokenizer import load_tokenizer
-from slime.rollout.preferences import generate_preferences, held_out_groups
+from slime.rollout.preferences import PreferenceEncoder, generate_preferences, held_out_groups
 from slime.rollout.reference_cache import ReferenceCache
 from slime.rollout.rewards.reward_model import RewardModelScorer, check_directory
 from slime.rollout.validate_rows import DataReport, validate_data
@@ -33,7 +33,7 @@ from slime.run.preflight import check_architecture
 from slime.samples.batch import StepPlan, TrainBatch, TrainedTokens, TrainLayout
 from slime.samples.convert import to_train_batches
 from slime.samples.media import media_of, media_problem
-from slime.samples.types import Sample
+from slime.samples.types import Group, Sample
 from slime.trainer.megatron import forward
 from tests.support.embedded_models import byte_tokenizer
 from tests.support.images import IMAGES, PICTURES, save_seeing, save_seeing_with_tokenizer
@@ -359,6 +359,19 @@ def test_log_probs_of_the_reference_are_kept_by_image(model: Path, tmp_path: Pat
     assert not again.fill([changed])
     others = [[dataclasses.replace(one, reference="odd") for one in own] for own in batch.media]
     assert not again.fill([dataclasses.replace(batch, media=others)])
+
+
+def test_images_that_a_data_source_brings_to_a_run_of_text_are_refused(
+    model: Path, folder: Path
+) -> None:
+    row = {"prompt": "?", "chosen": "a", "rejected": "b"}
+    config = config_for(model, folder / "rows.jsonl", [row], "simpo", multimodal_keys=None)
+    encoder = PreferenceEncoder(config, load_tokenizer(str(model)))
+    label = {"chosen": "a", "rejected": "b"}
+    drawn = Sample(prompt="?", label=label, multimodal_inputs={"images": ["square.png"]})
+    pair = encoder.encode(drawn)
+    with pytest.raises(UserError, match="has images without their places"):
+        to_train_batches([Group(0, [pair])], config, TrainLayout(), 0)
 
 
 # -- training --------------------------------------------------------------------------------------
