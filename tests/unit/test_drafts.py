@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from slime.config import Config, make_config
 from slime.engines.kinds import engine_of
 from slime.engines.launch import ONE_GPU, EnginePlace
 from slime.engines.sglang.command import check_sglang, sglang_options
@@ -21,7 +22,6 @@ from slime.observe.alarms import find_alarms
 from slime.rollout.metrics import sample_metrics
 from slime.samples.types import Sample
 from tests.support.embedded_models import save_tiny_model
-from tests.unit.test_sglang_command import config_of
 
 pytestmark = pytest.mark.usefixtures("sglang_stand_in")
 
@@ -30,6 +30,16 @@ EAGLE3 = {
     "sglang_speculative_draft_model_path": "draft",
 }
 ON_DISK = {"update_weight_transport": "disk", "update_weight_disk_dir": "/x"}
+
+
+def config_of(**flags: Any) -> Config:
+    defaults = {
+        "rollout_batch_size": 4,
+        "num_rollout": 1,
+        "hf_checkpoint": "m",
+        "rollout_engine": "sglang",
+    }
+    return make_config(**{**defaults, **flags})
 
 
 def options_of(place: EnginePlace = ONE_GPU, **flags: Any) -> dict[str, Any]:

@@ -37,9 +37,9 @@ BUDGETS = {
     "environments": 420,
     "forecast": 850,
     ".": 1_500,
-    "memory": 1_965,  # host memory part by part, towers, adapters of critics, attention masks
-    "models": 5_940,  # gpt-oss, stacks of experts, models around text models, SigLIP
-    "observe": 3_410,  # profiles, three trackers, ranges of recipes
+    "memory": 1_970,  # host memory part by part, towers, adapters of critics, masks, drafts
+    "models": 6_000,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
+    "observe": 3_435,  # profiles, three trackers, ranges of recipes, rejected drafts
     "page": 1_640,
     "processes": 1_060,  # the preloaded process
     "prompts": 4_400,  # images in rows of preferences and in teachers' prompts, forms of messages
