@@ -179,13 +179,13 @@ def _random_draft(args: argparse.Namespace, folder: Path) -> Path:
         "midlayer.mlp.down_proj": (hidden, inner),
         "lm_head": (tokens, hidden),
     }
-    norms = ("norm", "midlayer.hidden_norm", "midlayer.input_layernorm")
-    norms = (*norms, "midlayer.post_attention_layernorm")
+    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
     weights = {
         f"{name}.weight": torch.randn(size, dtype=torch.bfloat16) * 0.02
         for name, size in sizes.items()
     }
-    weights |= {f"{name}.weight": torch.ones(hidden, dtype=torch.bfloat16) for name in norms}
+    for name in ("norm", *(f"midlayer.{norm}" for norm in norms)):
+        weights[f"{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
     weights["d2t"] = torch.zeros(tokens, dtype=torch.int64)
     weights["t2d"] = torch.arange(shape["vocab_size"]) < tokens
     save_file(weights, path / "model.safetensors", {"format": "pt"})

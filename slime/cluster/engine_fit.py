@@ -205,6 +205,11 @@ def _check_server(config: Config, url: str, engine: EngineInfo) -> None:
             "start it without --pp-size",
         ),
         (
+            not engine.abilities.samples_exactly,
+            "it accepts drafts that the policy would not have sampled",
+            "start it without --speculative-accept-threshold-single and -acc",
+        ),
+        (
             info.get("disaggregation_mode") not in (None, "null"),
             f"it is a {info.get('disaggregation_mode')} server, one half of a pair",
             "start it without --disaggregation-mode",

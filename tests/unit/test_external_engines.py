@@ -199,6 +199,7 @@ def test_an_engine_of_several_ranks(make_run: MakeRun, serve: Serve) -> None:
         ({"abilities": SGLANG.to_json()}, {}, "could not check which weights"),
         ({"pp_size": 2}, {}, "pp_size is 2"),
         ({"disaggregation_mode": "decode"}, {}, "one half of a pair"),
+        ({"speculative_accept_threshold_acc": 0.9}, {}, "accepts drafts that the policy would not"),
     ],
 )
 def test_what_it_was_started_with_does_not_fit(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.engines.wire.abilities import ACCEPT_THRESHOLDS
 from slime.errors import UserError
 from slime.models.draft_model import DraftModel
 from slime.placement import PlacementPlan, requests_in_flight
@@ -27,8 +28,6 @@ _FROM_CHECKPOINT = ("EAGLE", "NEXTN")
 _WITH_WEIGHTS = (*_FROM_CHECKPOINT, "EAGLE3", "STANDALONE")
 #: Algorithms that draft from the tokens so far.
 _WITHOUT_WEIGHTS = ("NGRAM",)
-#: Thresholds below which a draft token is accepted that the policy would not have sampled.
-_THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 #: Makes SGLang invent accepted tokens, for benchmarks.
 _SIMULATION = "SGLANG_SIMULATE_ACC_LEN"
 
@@ -74,7 +73,7 @@ def check_drafts(config: Config, options: Mapping[str, Any], named: Callable[[st
             f"{this} needs a draft model",
             fix="name its directory with --sglang-speculative-draft-model-path",
         )
-    for threshold in _THRESHOLDS:
+    for threshold in ACCEPT_THRESHOLDS:
         if float(options.get(threshold) or 1.0) < 1.0:
             raise UserError(
                 f"{named(threshold)} changes the distribution of responses",
