@@ -34,6 +34,7 @@ from slime.config.config import Config
 from slime.config.flag import option_of
 from slime.config.te_flags import is_installed, missing
 from slime.config.teachers import BASE, SELF, engine_teachers
+from slime.engines.idle_options import idle_options
 from slime.engines.kinds import engine_of
 from slime.errors import UserError
 from slime.hub import fetch_model, is_hub_name, local_data
@@ -357,7 +358,10 @@ def check_engine_flags(config: Config) -> None:
     if needs_engines(config):
         engine = engine_of(config)
         engine.check_flags(config)
-        for model in engine.served_models(config):
+        models = engine.served_models(config)
+        for warning in idle_options(config, models):
+            logger.warning("%s", warning)
+        for model in models:
             if not model.is_policy and not joins_cluster(config) and not Path(model.path).is_dir():
                 raise UserError(
                     f"--sglang-config: model {model.name} has the model_path {model.path}, which "

@@ -264,8 +264,9 @@ def other_than_default(spec: FlagSpec) -> Any:
 
 
 def values_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a configuration of these settings holds, as far as needs look at it."""
-    plain = {name: spec.default for name, spec in all_flags().items()} | {
+    """What a configuration of these settings holds, as far as needs look at it: flags of other
+    programs are there where they are set."""
+    plain = {dest: spec.default for dest, spec in all_flags().items() if not spec.sections} | {
         "rollout_engine": "embedded"
     }
     return plain | dict(settings)
