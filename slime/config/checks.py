@@ -371,7 +371,11 @@ def _external_alone(draft: Draft) -> None:
         option_of(dest)
         for dest in sorted(draft.given.values)
         if draft.differs(dest)
-        and (section in draft.specs[dest].sections or dest.startswith("embedded_"))
+        and (
+            section in draft.specs[dest].sections
+            or dest.startswith("embedded_")
+            or dest == "rollout_num_gpus_per_engine"
+        )
         and dest not in _READ_WITHOUT_ENGINE
     ]
     if given:

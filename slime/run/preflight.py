@@ -26,6 +26,7 @@ from slime.checkpoints.load_plan import (
     resolve_reference,
     resolve_teacher,
     unused_reference,
+    unused_schedule,
 )
 from slime.cluster.engine_fit import check_fit, external_urls, fetch_engine_info
 from slime.compat.plugin_imports import check_plugin_imports
@@ -246,7 +247,7 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
 
     if not config.debug.debug_rollout_only:  # debug runs always start at the first rollout
         check_length(config, plan)
-        if warning := unused_reference(config):
+        for warning in filter(None, (unused_reference(config), unused_schedule(config, plan))):
             logger.warning("%s", warning)
     flags = config.checkpoint
     assert flags.hf_checkpoint is not None

@@ -240,6 +240,8 @@ def other_than_default(spec: FlagSpec) -> Any:
     chosen = {
         "spec": ("my.layers", "layers"),
         "prefill_num_servers": 1,
+        "rewards_normalization": False,
+        "profile_steps": "0:1",
         "kl_loss_type": "k2",
         "preference_label_smoothing": 0.1,
     }

@@ -26,11 +26,11 @@ FILES = read_package(ROOT / "slime")
 BUDGETS = {
     "agents": 1_640,
     "algorithms": 1_410,  # four estimators, sampling masks, divergences, formulas for the docs
-    "checkpoints": 4_915,  # MXFP4, reward models, names of PEFT, adapters of a critic
+    "checkpoints": 4_920,  # MXFP4, reward models, names of PEFT, adapters of a critic
     "cli": 2_785,  # plan, launch, compare, images in a chat, flags and adapters without effect
     "cluster": 4_890,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
     "compat": 1_375,
-    "config": 5_990,  # preferences, images, kept weights, flags and options without effect
+    "config": 6_050,  # preferences, images, kept weights, flags and options without effect
     "diagnosis": 4_600,  # attention within images
     "embedded": 5_915,  # attention within images, sinks, stacks of experts, queries that grow
     "engines": 4_420,  # sessions and ranks of newer SGLang, overrides without effect
