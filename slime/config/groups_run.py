@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from slime.config.estimators import estimators_where
 from slime.config.flag import (
     DATA_LOSSES,
     ENGINES,
@@ -54,7 +55,15 @@ class ClusterConfig:
     num_gpus_per_node: int = derived("GPUs of this host (at most 8), 1 without a GPU", range=SOME)
     """GPUs of a node, only for checks of the other flags; Ray places processes where it finds GPUs.
     An SGLang engine with more GPUs than this spans several nodes; an embedded engine cannot."""
-    colocate: bool = flag(False, needs=ENGINES, read_by=("trainer", "push", "engine"))
+    colocate: bool = flag(
+        False,
+        needs=(
+            ENGINES,
+            unless("load_debug_rollout_data", why="no engine takes turns with it", warns=True)
+            | on("advantage_estimator", *estimators_where("needs_critic")),
+        ),
+        read_by=("trainer", "push", "engine"),
+    )
     """Trainer and engines share the same GPUs and take turns."""
     offload: bool = flag(
         False,

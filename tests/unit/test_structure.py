@@ -30,7 +30,7 @@ BUDGETS = {
     "cli": 2_785,  # plan, launch, compare, images in a chat, flags and adapters without effect
     "cluster": 4_890,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
     "compat": 1_375,
-    "config": 6_050,  # preferences, images, kept weights, flags and options without effect
+    "config": 6_060,  # preferences, images, kept weights, flags and options without effect
     "diagnosis": 4_600,  # attention within images
     "embedded": 5_915,  # attention within images, sinks, stacks of experts, queries that grow
     "engines": 4_420,  # sessions and ranks of newer SGLang, overrides without effect
