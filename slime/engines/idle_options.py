@@ -38,14 +38,17 @@ def idle_options(config: Config, models: Sequence[ServedModel]) -> Iterator[str]
             overrides = {f"{section}_{name}": value for name, value in group.overrides.items()}
             values = {**config.values(), **overrides}
             values["prefill_num_servers"] = group.worker_type in ("prefill", "decode")
-            if not model.is_policy:
+            if not model.is_policy:  # the command line's adapters and draft are the policy's
                 values["lora_rank"] = 0
+                for dest in [one for one in values if one.startswith(f"{section}_speculative_")]:
+                    if dest not in overrides:
+                        del values[dest]
             for name in group.overrides:
                 if reason := _why_idle(all_flags()[f"{section}_{name}"], values):
                     place = f"server group {number} of {model.name}"
                     yield f"{file}: {name} of {place} has no effect{reason}"
             for name, reasons in reasons_by_option.items():
-                if name not in group.overrides:
+                if f"{section}_{name}" in values.keys() - overrides.keys():
                     reasons.append(_why_idle(all_flags()[f"{section}_{name}"], values))
     for name, reasons in reasons_by_option.items():
         if reasons and all(reasons):

@@ -37,6 +37,8 @@ PLACES: dict[str, tuple[Part, ...]] = {
     "environments": ("generation",),
     "engines/client.py": ("generation",),
     "engines/router.py": ("router",),
+    # drafts are refused beside what requests ask for
+    "engines/sglang/drafts.py": ("engine", "generation"),
     "models": ("trainer",),
     "observe": ("driver",),
     "observe/recorder.py": ("driver", "samples"),

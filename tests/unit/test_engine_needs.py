@@ -167,6 +167,17 @@ def test_prefill_and_decode_are_what_the_groups_are(tmp_path: Path) -> None:
     assert warning.endswith("without --prefill-num-servers: servers do both, prefill and decode")
 
 
+def test_the_command_lines_draft_is_the_policys(tmp_path: Path) -> None:
+    flags = {"sglang_speculative_algorithm": "NGRAM", "sglang_speculative_num_draft_tokens": 3}
+    draft = {"num_gpus": 1, "overrides": {"speculative_num_draft_tokens": 3}}
+    judge = {"name": "judge", "model_path": "j", "server_groups": [draft]}
+    (warning,) = warnings_of(tmp_path, [{"server_groups": [{"num_gpus": 1}]}, judge], **flags)
+    assert warning.startswith("speculative_num_draft_tokens of server group 0 of judge has no")
+    del flags["sglang_speculative_algorithm"]
+    (warning,) = warnings_of(tmp_path, [{"server_groups": [{"num_gpus": 1}]}], **flags)
+    assert warning.startswith("--sglang-speculative-num-draft-tokens has no effect without")
+
+
 def test_trained_adapters_are_the_policys(tmp_path: Path) -> None:
     judge = {"name": "judge", "model_path": "j", "server_groups": [
         {"num_gpus": 1, "overrides": {"max_loras_per_batch": 2}}]}  # fmt: skip
