@@ -3,13 +3,14 @@ follow from it."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from slime.config import make_config
+from slime.config import Config, make_config
 from slime.config.data import read_table
 from slime.config.engine_flags import (
     ROUTER_RESERVED,
@@ -24,6 +25,7 @@ from slime.config.flag import FlagSpec
 from slime.config.flags import all_flags
 from slime.engines.idle_options import idle_options
 from slime.engines.kinds import engine_of
+from slime.run.preflight import check_engine_flags
 from tests.support.embedded_models import save_tiny_model
 
 TABLE = read_table("engine_needs.toml")
@@ -124,15 +126,19 @@ def test_options_of_engines_that_are_not_started_are_named_once(
 # -- server groups ---------------------------------------------------------------------------------
 
 
-def warnings_of(tmp_path: Path, models: list[dict[str, Any]], **flags: Any) -> list[str]:
+def config_of(tmp_path: Path, models: list[dict[str, Any]], **flags: Any) -> Config:
     file = tmp_path / "groups.yaml"
     file.write_text(yaml.safe_dump({"sglang": models}))
     gpus = sum(group["num_gpus"] for model in models for group in model["server_groups"])
     flags = {"hf_checkpoint": "m", "sglang_config": str(file), "rollout_num_gpus": gpus, **flags}
-    config = make_config(rollout_engine="sglang", **flags)
+    return make_config(rollout_engine="sglang", **flags)
+
+
+def warnings_of(tmp_path: Path, models: list[dict[str, Any]], **flags: Any) -> list[str]:
+    config = config_of(tmp_path, models, **flags)
     assert not [w for w in config.warnings if "has no effect" in w]
     return [
-        w.removeprefix(f"{file}: ")
+        w.removeprefix(f"{config.engine.sglang_config}: ")
         for w in idle_options(config, engine_of(config).served_models(config))
     ]
 
@@ -157,6 +163,14 @@ def test_an_override_that_does_nothing_is_named_with_its_group(tmp_path: Path) -
         "collect_tokens_histogram of server group 1 of policy has no effect: SGLang does not read "
         "it any more",
     ]
+
+
+@pytest.mark.usefixtures("sglang_stand_in")
+def test_a_launch_tells_of_an_override(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    groups = [{"num_gpus": 1, "overrides": {"hicache_ratio": 3.0}}]
+    with caplog.at_level(logging.WARNING):
+        check_engine_flags(config_of(tmp_path, [{"server_groups": groups}]))
+    assert "hicache_ratio of server group 0 of policy has no effect without" in caplog.text
 
 
 def test_prefill_and_decode_are_what_the_groups_are(tmp_path: Path) -> None:
