@@ -26,6 +26,7 @@ from slime.checkpoints.load_plan import (
     resolve_reference,
     resolve_teacher,
     unused_reference,
+    unused_schedule,
 )
 from slime.cluster.engine_fit import (
     EngineInfo,
@@ -40,6 +41,7 @@ from slime.config.config import Config
 from slime.config.flag import option_of
 from slime.config.te_flags import is_installed, missing
 from slime.config.teachers import BASE, SELF, engine_teachers
+from slime.engines.idle_options import idle_options
 from slime.engines.kinds import engine_of
 from slime.errors import UserError
 from slime.hub import fetch_model, is_hub_name, local_data
@@ -259,7 +261,7 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
 
     if not config.debug.debug_rollout_only:  # debug runs always start at the first rollout
         check_length(config, plan)
-        if warning := unused_reference(config):
+        for warning in filter(None, (unused_reference(config), unused_schedule(config, plan))):
             logger.warning("%s", warning)
     flags = config.checkpoint
     assert flags.hf_checkpoint is not None
@@ -406,7 +408,10 @@ def check_engine_flags(config: Config) -> None:
     if needs_engines(config):
         engine = engine_of(config)
         engine.check_flags(config)
-        for model in engine.served_models(config):
+        models = engine.served_models(config)
+        for warning in idle_options(config, models):
+            logger.warning("%s", warning)
+        for model in models:
             if not model.is_policy and not joins_cluster(config) and not Path(model.path).is_dir():
                 raise UserError(
                     f"--sglang-config: model {model.name} has the model_path {model.path}, which "

@@ -26,14 +26,14 @@ FILES = read_package(ROOT / "slime")
 BUDGETS = {
     "agents": 1_640,
     "algorithms": 1_410,  # four estimators, sampling masks, divergences, formulas for the docs
-    "checkpoints": 4_915,  # MXFP4, reward models, names of PEFT, adapters of a critic
+    "checkpoints": 4_920,  # MXFP4, reward models, names of PEFT, adapters of a critic
     "cli": 2_785,  # plan, launch, compare, images in a chat, flags and adapters without effect
     "cluster": 4_890,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
     "compat": 1_375,
-    "config": 5_920,  # preferences, images, kept weights, flags without effect in their run
+    "config": 6_060,  # preferences, images, kept weights, flags and options without effect
     "diagnosis": 4_600,  # attention within images
     "embedded": 5_920,  # attention within images, sinks, stacks of experts, queries that grow
-    "engines": 4_570,  # sessions and ranks of newer SGLang, the canary's pictures
+    "engines": 4_620,  # sessions and ranks of newer SGLang, pictures, overrides without effect
     "environments": 420,
     "forecast": 850,
     ".": 1_500,
@@ -44,7 +44,7 @@ BUDGETS = {
     "processes": 1_060,  # the preloaded process
     "prompts": 4_400,  # images in rows of preferences and in teachers' prompts, forms of messages
     "rollout": 9_290,  # images of answers, of teachers and of reward models, evaluation sets
-    "run": 2_310,  # teachers that see, lengths for longrope, profiles, data sets from Python
+    "run": 2_315,  # teachers that see, lengths for longrope, profiles, data sets from Python
     "samples": 2_305,  # rewards of tokens and turns, whole pairs, images behind other prompts
     "sandbox": 930,
     "trainer": 9_490,  # a critic with adapters, attention within images by packed kernels
