@@ -4,7 +4,8 @@ same at each.
     # 1 GPU, 3 minutes
     python -m benchmarks.gpu.fused_pairs --out fused.jsonl \\
         --engine-flags "--attention-backend fa3 --sampling-backend pytorch \\
-                        --grammar-backend none --cuda-graph-max-bs 32 --mem-fraction-static 0.3"
+                        --grammar-backend none --cuda-graph-max-bs-decode 32 \\
+                        --mem-fraction-static 0.3"
     # dry, on a CPU
     python -m benchmarks.gpu.fused_pairs --engine embedded --shape tiny-deepseek \\
         --buffer-bytes 8000000 30000 60000

@@ -25,7 +25,7 @@ from slime.processes.host import num_gpus, reserve_port
 #: A share of what was free when a server began, of which others take meanwhile: high, with the
 #: cache limited by tokens.
 _MEMORY = "--mem-fraction-static 0.85 --max-total-tokens 28672 --max-running-requests 64"
-_WITH_GRAPHS = "--cuda-graph-max-bs 64 --disable-prefill-cuda-graph"
+_WITH_GRAPHS = "--cuda-graph-max-bs-decode 64 --disable-prefill-cuda-graph"
 _WITHOUT_GRAPHS = "--disable-cuda-graph"
 #: Half a dozen imports of SGLang at once take all processors of the host; what is measured first is
 #: started first.

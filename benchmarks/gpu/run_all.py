@@ -62,7 +62,7 @@ _LAYOUTS = (
     "--layout tensor_model_parallel_size=2 sequence_parallel=true --layout context_parallel_size=2"
 )
 # SGLang starts sooner, where no speed of generation is measured
-_FEW_GRAPHS = "--cuda-graph-max-bs 8"
+_FEW_GRAPHS = "--cuda-graph-max-bs-decode 8"
 
 CASES = [
     Case("trainer-0.6b", 1, 40, 180, "trainer qwen3-0.6b --max-tokens 8192 --peer --profile",
@@ -87,9 +87,10 @@ CASES = [
          'images --size tiny --prompts 2 --samples 2 --new-tokens 8 --steps 2 --side 128',
          "--mem-fraction-static 0.35"),
     Case("long-run-0.6b", 1, 240, 540, "long_run --shape qwen3-0.6b --ways colocated",
-         f"long_run {_TINY_RUN} --steps 4 --settle 1 --ways colocated", "--cuda-graph-max-bs 128"),
+         f"long_run {_TINY_RUN} --steps 4 --settle 1 --ways colocated",
+         "--cuda-graph-max-bs-decode 128"),
     Case("safety-cost-0.6b", 1, 400, 560, "safety_cost --shape qwen3-0.6b",
-         f"safety_cost {_TINY_RUN} --steps 4", "--cuda-graph-max-bs 256"),
+         f"safety_cost {_TINY_RUN} --steps 4", "--cuda-graph-max-bs-decode 256"),
     Case("align-0.6b", 1, 180, 400, "align --shape qwen3-0.6b",
          "align --shape tiny --prompts 2 --new-tokens 16",
          "--disable-cuda-graph --mem-fraction-static 0.1"),
@@ -107,9 +108,10 @@ CASES = [
          "--ahead 3",
          "long_tail --gpus 2 --shape tiny --prompts 2 --samples 2 --steps 4 --lock-steps 2 "
          "--least 4 --most 32 --scale 0.02",
-         "--cuda-graph-max-bs 192"),
+         "--cuda-graph-max-bs-decode 192"),
     Case("long-run-0.6b-async", 2, 240, 540, "long_run --shape qwen3-0.6b --ways async",
-         f"long_run {_TINY_RUN} --steps 4 --settle 1 --ways async", "--cuda-graph-max-bs 128"),
+         f"long_run {_TINY_RUN} --steps 4 --settle 1 --ways async",
+         "--cuda-graph-max-bs-decode 128"),
     Case("weight-sync-4b-2-to-2", 4, 90, 240, "weight_sync --shape qwen3-4b --way apart --tp 2",
          "weight_sync --shape tiny --way apart --tp 2 --rounds 2", _FEW_GRAPHS),
     Case("weight-sync-moe", 4, 120, 300,

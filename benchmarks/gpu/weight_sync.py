@@ -131,7 +131,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Row:
     with engine(args, config, served, folder, gpus, args.tp, wait=wait) as url:
         before = held(url, folder, args.tp) if asks_state else {}
         if config.cluster.offload_rollout and args.engine == "sglang":
-            _memory(url, "release", ["kv_cache", "weights", "cuda_graph"])
+            memory(url, "release", ["kv_cache", "weights", "cuda_graph"])
         receipts = ranks.run(push, world, flags, url, slots, args.rounds, args.profile)
         after = held(url, folder, args.tp) if asks_state else {}
     counted = receipts[1:] or receipts
@@ -241,7 +241,7 @@ def push(
         and config.cluster.offload_rollout
         and config.engine.rollout_engine == "sglang"
     ):
-        _memory(url, "resume", ["weights"])
+        memory(url, "resume", ["weights"])
     dist.barrier()
     receipts = [sync.push() for _ in range(rounds + 1)]
     if with_profile:
@@ -274,7 +274,7 @@ def profile(work: Callable[[], Any], rank: int) -> None:
             pstats.Stats(recorder).sort_stats(order).print_stats(22)
 
 
-def _memory(url: str, verb: str, tags: list[str]) -> None:
+def memory(url: str, verb: str, tags: list[str]) -> None:
     fleet = EngineFleet([url])
     fleet.post(f"/{verb}_memory_occupation", {"tags": tags}, 120)
     fleet.close()

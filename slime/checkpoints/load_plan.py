@@ -213,6 +213,20 @@ def unused_reference(config: Config) -> str:
     )
 
 
+def unused_schedule(config: Config, plan: LoadPlan) -> str:
+    """Return the warning that there are no settings of a schedule to take from the checkpoint;
+    else "". A first start of a run that resumes from its own checkpoints has none yet."""
+    flags = config.checkpoint
+    resumes = flags.save is not None and _same(Path(str(flags.load)), Path(flags.save))
+    asked = config.megatron.use_checkpoint_opt_param_scheduler
+    if not asked or plan.load_optimizer or (resumes and plan.iteration is None):
+        return ""
+    return (
+        "--use-checkpoint-opt-param-scheduler has no effect: the settings come with the state of "
+        f"the optimizer, which is not loaded ({plan.note})"
+    )
+
+
 def resolve_critic(config: Config, plan: LoadPlan) -> LoadPlan:
     """Decide on the initial weights of a new critic: --critic-load, else the policy's.
 

@@ -26,12 +26,13 @@ from slime import deadlines
 from slime.checkpoints.run_models import data_path, stage_configs
 from slime.cli.arguments import Arguments, at_least_one
 from slime.cli.model_source import ChosenModel, NamedModels, chosen_model, model_name, named_models
-from slime.cli.serve import add_model_flags, leave_on_signals, sees_images, serving
+from slime.cli.serve import add_model_flags, leave_on_signals, serving
 from slime.engines.keys import header_of, key_of
 from slime.engines.tool_calls import chat_template
 from slime.errors import RunFailed, UserError
 from slime.files import read_lines
 from slime.observe.run_folder import RunFolder
+from slime.prompts.images import sees_images
 from slime.prompts.problems import RowProblem
 from slime.prompts.readers import iter_rows
 

@@ -54,6 +54,7 @@ from slime.models import family_name, family_of, read_hf_config
 from slime.models.adapters import adaptable_by_name
 from slime.models.spec import named_dtype
 from slime.processes.host import bind, reserve_port
+from slime.prompts.images import sees_images
 
 _LOGS = "slime-serve-"
 
@@ -331,14 +332,6 @@ def more_words(record: EngineKind, name: str, directory: Path) -> list[str]:
     if found is not None and found.sglang_parser:
         words += record.tool_call_words(found.sglang_parser)
     return [*words, *record.image_words] if sees_images(directory) else words
-
-
-def sees_images(directory: Path) -> bool:
-    """Tell whether a model takes images and its directory has an image processor."""
-    config = read_hf_config(directory)
-    family = family_of(config) if family_name(config) else None
-    sees = family is not None and family.vision is not None
-    return sees and (directory / "preprocessor_config.json").is_file()
 
 
 def _welcome(url: str, models: NamedModels, new_key: str) -> str:

@@ -205,32 +205,44 @@ def _check_server(config: Config, url: str, engine: EngineInfo) -> None:
             "start it without --pp-size",
         ),
         (
+            not engine.abilities.samples_exactly,
+            "it accepts drafts that the policy would not have sampled",
+            "start it without --speculative-accept-threshold-single and -acc",
+        ),
+        (
             info.get("disaggregation_mode") not in (None, "null"),
             f"it is a {info.get('disaggregation_mode')} server, one half of a pair",
             "start it without --disaggregation-mode",
         ),
+    ]
+    if seeing_spec is not None:
+        lacks += image_faults(seeing_spec, engine)
+    for is_so, why, fix in lacks:
+        if is_so:
+            raise UserError(f"the engine at {url} cannot take part", why=why, fix=fix)
+
+
+def image_faults(spec: ModelSpec, engine: EngineInfo) -> list[tuple[bool, str, str]]:
+    """Return faults of an engine with images of a model: whether it has the fault, why, and a
+    fix."""
+    abilities = engine.abilities
+    return [
         (
-            seeing_spec is not None
-            and "linear_attention_freq" in seeing_spec.transformer
-            and not engine.abilities.sees_in_hybrids,
-            f"it is {engine.abilities.engine} {info.get('version')}, which computes images of this "
-            "model with one of the three rows of positions",
+            "linear_attention_freq" in spec.transformer and not abilities.sees_in_hybrids,
+            f"it is {abilities.engine} {engine.server.get('version')}, which computes images of "
+            "this model with one of the three rows of positions",
             "start a newer version (SGLang after 0.5.18) or the embedded engine, or leave "
             "--multimodal-keys out",
         ),
         (
-            seeing_spec is not None
-            and seeing_spec.vision is not None
-            and seeing_spec.vision.kind.bidirectional
-            and not engine.abilities.sees_both_ways,
-            f"it is {engine.abilities.engine}, in which tokens of an image of this model do not "
-            "always attend to each other in both directions",
+            spec.vision is not None
+            and spec.vision.kind.bidirectional
+            and not abilities.sees_both_ways,
+            f"it is {abilities.engine}, in which tokens of an image of this model do not always "
+            "attend to each other in both directions",
             "start the embedded engine, or leave --multimodal-keys out",
         ),
     ]
-    for is_so, why, fix in lacks:
-        if is_so:
-            raise UserError(f"the engine at {url} cannot take part", why=why, fix=fix)
 
 
 def _seeing_spec(config: Config) -> ModelSpec | None:

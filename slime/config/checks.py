@@ -153,6 +153,8 @@ def _needs(draft: Draft) -> None:
         if not draft.differs(dest):
             continue
         spec = draft.specs[dest]
+        if _is_checked_elsewhere(draft, spec):
+            continue
         if spec.meta.no_effect:
             draft.warnings.append(f"{spec.option} has no effect: {spec.meta.no_effect}")
         for need in spec.meta.needs:
@@ -162,6 +164,16 @@ def _needs(draft: Draft) -> None:
             if not need.warns:
                 raise UserError(what, why=need.why, fix=need.fix(spec.option))
             draft.warnings.append(f"{what}: {need.why}")
+
+
+def _is_checked_elsewhere(draft: Draft, spec: FlagSpec) -> bool:
+    """Whether this is an option of engines of which the run starts none, so that another warning
+    names it, or of engines in server groups (`slime.engines.idle_options`)."""
+    section = ENGINE_OPTIONS[draft["rollout_engine"]].section
+    if not spec.sections or "engine" not in spec.meta.read_by:
+        return False
+    starts_some = section in spec.sections and not _has_external_only(draft)
+    return not starts_some or draft["sglang_config"] is not None
 
 
 def _equals_derived(draft: Draft, spec: FlagSpec) -> bool:
@@ -346,20 +358,24 @@ def _external_engines(draft: Draft) -> None:
 _READ_WITHOUT_ENGINE = ("sglang_dtype", "embedded_dtype")
 
 
+def _has_external_only(draft: Draft) -> bool:
+    return bool(draft["rollout_external_engine_addrs"]) and not draft["rollout_num_gpus"]
+
+
 def _external_alone(draft: Draft) -> None:
     """Warn of options of engines where the run starts none. External ones have their own."""
-    if (
-        not draft["rollout_external_engine_addrs"]
-        or draft["rollout_num_gpus"]
-        or "engine" in absent(draft.values)
-    ):
+    if not _has_external_only(draft) or "engine" in absent(draft.values):
         return
     section = ENGINE_OPTIONS[draft["rollout_engine"]].section
     given = [
         option_of(dest)
         for dest in sorted(draft.given.values)
         if draft.differs(dest)
-        and (section in draft.specs[dest].sections or dest.startswith("embedded_"))
+        and (
+            section in draft.specs[dest].sections
+            or dest.startswith("embedded_")
+            or dest == "rollout_num_gpus_per_engine"
+        )
         and dest not in _READ_WITHOUT_ENGINE
     ]
     if given:

@@ -9,7 +9,6 @@ from slime.errors import UserError
 
 #: Flag → why it cannot be combined with images.
 _WITHOUT_IMAGES = {
-    "use_opd": "the teacher would not see the images",
     "fake_quantisation": "the tower that sees images is not quantised",
     "custom_convert_samples_to_train_data_path": (
         "a converter returns tokens without the places of their images"
@@ -27,8 +26,6 @@ def images(draft: Draft) -> None:
     for dest, why in _WITHOUT_IMAGES.items():
         if draft[dest]:
             raise _refused(option_of(dest), why)
-    if draft["loss_type"] == "preference_loss":
-        raise _refused("--loss-type preference_loss", "images of answers are not read")
     for dest in _VIRTUAL:
         if draft[dest] is not None:
             raise _refused(option_of(dest), "virtual stages with a tower are not implemented")

@@ -508,6 +508,12 @@ def _schedule(draft: Draft) -> None:
         )
     start = draft["start_weight_decay"]
     end = draft["end_weight_decay"]
+    has_both = draft.is_given("start_weight_decay") and draft.is_given("end_weight_decay")
+    if draft.differs("weight_decay") and has_both:
+        draft.warnings.append(
+            f"--weight-decay {draft['weight_decay']:g} has no effect: it goes from "
+            f"--start-weight-decay {start:g} to --end-weight-decay {end:g}"
+        )
     style = draft["weight_decay_incr_style"]
     if end < start:
         raise UserError(

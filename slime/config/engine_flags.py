@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slime.config.data import read_table, record_of
+from slime.config.engine_needs import never_acting, requirements
 from slime.config.flag import FlagMeta, FlagSpec
 from slime.documentation import with_doc_urls
 
@@ -170,16 +171,15 @@ def sglang_flags() -> dict[str, FlagSpec]:
 def router_flags() -> dict[str, FlagSpec]:
     """``--router-<name>`` for each option of sglang-router, by dest."""
     table = read_table("sglang_router.json")
-    arguments = [record_of(ForeignArg, row) for row in table["arguments"]]
+    arguments = {row["name"]: record_of(ForeignArg, row) for row in table["arguments"]}
+    # launch scripts of the reference system use other names of the policy and of a value
+    policy = arguments["policy"]
+    arguments["policy"] = replace(policy, choices=(*policy.choices, "consistent_hashing"))
     origin = f"sglang-router {table['version']}"
-    flags = with_prefix("router", arguments, ROUTER_RESERVED, origin)
-    policy = flags["router_policy"]
-    # launch scripts of the reference system use these other names of the policy
-    flags["router_policy"] = replace(
-        policy,
-        choices=(*policy.choices, "consistent_hashing"),
-        meta=replace(policy.meta, aliases=("sglang-router-strategy", "sglang-router-policy")),
-    )
+    flags = with_prefix("router", list(arguments.values()), ROUTER_RESERVED, origin)
+    spec = flags["router_policy"]
+    aliases = ("sglang-router-strategy", "sglang-router-policy")
+    flags["router_policy"] = replace(spec, meta=replace(spec.meta, aliases=aliases))
     return flags
 
 
@@ -189,6 +189,8 @@ def with_prefix(
     """The flags for another program's arguments: ``--<prefix>-<name>``, into
     ``config.engine.<prefix>``."""
     specs = {}
+    needs = requirements(prefix, {arg.name: arg.choices for arg in arguments})
+    idle = never_acting(prefix)
     for arg in arguments:
         reason = reserved.get(arg.name, "")
         dest = f"{prefix}_{arg.name}"
@@ -198,6 +200,8 @@ def with_prefix(
             refused=reason,
             is_reserved=bool(reason),
             instead=SGLANG_INSTEAD.get(arg.name, {}) if prefix == "sglang" else {},
+            needs=needs.get(arg.name, ()),
+            no_effect=idle.get(arg.name, ""),
             read_by=("engine",) if prefix == "sglang" else ("router",),
         )
         specs[dest] = FlagSpec(

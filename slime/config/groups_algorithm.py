@@ -47,6 +47,29 @@ _OWN_COLUMNS = unless(
     why="only that function can read it: the rewards are its own",
     warns=True,
 )
+#: Rewards are centred within their group, and divided by its standard deviation.
+_CENTRED = (
+    SAMPLES,
+    _OWN_REWARDS,
+    _OWN_COLUMNS,
+    on(
+        "advantage_estimator",
+        *estimators_where("group_relative"),
+        why="the other estimators do not compare rewards within a group",
+        warns=True,
+    ),
+)
+_DIVIDED = (
+    SAMPLES,
+    on(
+        "advantage_estimator",
+        *estimators_where("std_normalized"),
+        why="the other estimators do not divide by it",
+    ),
+    unless("disable_rewards_normalization", why="raw rewards are divided by nothing", warns=True),
+    _OWN_REWARDS,
+    _OWN_COLUMNS,
+)
 _CUSTOM_MAY_READ = unless(
     "loss_type", "custom_loss", why="only the custom loss function can read it", warns=True
 )
@@ -164,35 +187,19 @@ class AlgorithmConfig:
         False, needs=SAMPLES & unless("disable_compute_advantages_and_returns")
     )
     """Whiten advantages over the batch."""
-    disable_grpo_std_normalization: bool = flag(
-        False,
-        needs=(
-            SAMPLES,
-            on(
-                "advantage_estimator",
-                *estimators_where("std_normalized"),
-                why="the other estimators do not divide by it",
-            ),
-            unless(
-                "disable_rewards_normalization",
-                why="raw rewards are divided by nothing",
-                warns=True,
-            ),
-            _OWN_REWARDS,
-            _OWN_COLUMNS,
-        ),
-        read_by="config",
-    )
+    disable_grpo_std_normalization: bool = flag(False, needs=_DIVIDED, read_by="config")
     """Do not divide by the group's standard deviation (Dr. GRPO)."""
     grpo_std_normalization: bool = derived(
-        "not disable_grpo_std_normalization, and n_samples_per_prompt > 1", read_by="samples"
+        "not disable_grpo_std_normalization, and n_samples_per_prompt > 1",
+        needs=_DIVIDED,
+        read_by="samples",
     )
     """The opposite of --disable-grpo-std-normalization, for hooks."""
-    disable_rewards_normalization: bool = flag(
-        False, needs=(SAMPLES, _OWN_REWARDS, _OWN_COLUMNS), read_by="config"
-    )
+    disable_rewards_normalization: bool = flag(False, needs=_CENTRED, read_by="config")
     """Use raw rewards, without the group mean."""
-    rewards_normalization: bool = derived("not disable_rewards_normalization", read_by="samples")
+    rewards_normalization: bool = derived(
+        "not disable_rewards_normalization", needs=_CENTRED, read_by="samples"
+    )
     """The opposite of --disable-rewards-normalization, for hooks."""
     use_rollout_logprobs: bool = flag(False, needs=SAMPLES)
     """Take the engine's log-probs as the old policy's, instead of recomputing them."""

@@ -86,9 +86,12 @@ class DistillationConfig:
     opd_teacher_key: str = flag("opd_teacher", needs=_OPD, read_by=("generation", "samples"))
     """Key of a row's metadata that names its teacher. Rows without it use the teacher `default`, or
     the only one."""
-    opd_teacher_prompt_key: str | None = flag(None, needs=_OPD, read_by="generation")
+    opd_teacher_prompt_key: str | None = flag(
+        None, needs=_OPD, read_by=("collection", "generation")
+    )
     """Key of a row's metadata with the prompt that the teacher sees in place of the policy's: text,
-    or messages. With `--opd-teacher-load self` the policy learns to answer without, say, a hint."""
+    or messages. With `--opd-teacher-load self` the policy learns to answer without, say, a hint.
+    `<image>` stands for the next image of the policy's prompt."""
 
     @property
     def teachers(self) -> tuple[Teacher, ...]:

@@ -31,6 +31,13 @@ from slime.config.flag import (
 
 _HAS_ENGINES = unless("debug_train_only", why="no engine is started that could answer", warns=True)
 _PORT = Interval(0, 65535, what="0 is a free one")
+_AGENTS = (
+    on("custom_generate_function_path")
+    | on("rollout_function_path")
+    | on("eval_function_path")
+    | on("eval_config", why="only a function of yours can open the API for agents", warns=True)
+)
+_TRAINS_TOO = unless("num_rollout", 0, why="the run is one evaluation", warns=True)
 #: The reference system's rollout function for supervised fine-tuning, which launch scripts pass.
 _SFT_PATH = "slime.rollout.sft_rollout.generate_rollout"
 #: Values of --rm-type that use no worker process.
@@ -206,10 +213,10 @@ class RolloutConfig:
     """Function (args, rollout_id, data_source, evaluation) that replaces the whole rollout loop."""
     custom_generate_function_path: str | None = flag(None, needs=GENERATES)
     """Async function (args, sample, sampling_params) that replaces the generation of one sample."""
-    agent_host: str | None = flag(None, needs=GENERATES)
+    agent_host: str | None = flag(None, needs=GENERATES & _AGENTS)
     """Address of the API server for agents (docs/agents.md); set it for agents in containers or on
     other hosts. Unset: loopback, or the host's network address with --listen-on-network."""
-    agent_port: int = flag(0, range=_PORT, needs=GENERATES)
+    agent_port: int = flag(0, range=_PORT, needs=GENERATES & _AGENTS)
     """Port of the API server for agents; 0: a free one."""
     rollout_sample_hook_path: tuple[str, ...] = flag((), append=True, needs=GENERATES)
     """Function (args, sample) run on each generated sample before its reward; may be repeated."""
@@ -376,7 +383,7 @@ class EvalConfig:
     eval_interval: int | None = flag(
         None,
         range=SOME,
-        needs=EVALUATES | on("eval_preference_data"),
+        needs=(EVALUATES | on("eval_preference_data"), _TRAINS_TOO),
         read_by=("driver", "generation"),
     )
     """Evaluate every N rollouts, and always before the first, at the end of each epoch and after
@@ -390,7 +397,7 @@ class EvalConfig:
     """YAML file of evaluation sets with settings of their own; replaces --eval-prompt-data."""
     skip_eval_before_train: bool = flag(
         False,
-        needs=EVALUATION_SETTING | on("eval_preference_data"),
+        needs=(EVALUATION_SETTING | on("eval_preference_data"), _TRAINS_TOO),
         read_by=("driver", "generation"),
     )
     """No evaluation before the first step."""

@@ -6,7 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from slime.config.estimators import estimators_where
 from slime.config.flag import (
+    DATA_LOSSES,
     ENGINES,
     GENERATES,
     NONE_OR_SOME,
@@ -21,6 +23,8 @@ from slime.config.flag import (
     on,
     unless,
 )
+
+_TRAINS_STEPS = unless("num_rollout", 0, why="there is no step to profile", warns=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,15 @@ class ClusterConfig:
     num_gpus_per_node: int = derived("GPUs of this host (at most 8), 1 without a GPU", range=SOME)
     """GPUs of a node, only for checks of the other flags; Ray places processes where it finds GPUs.
     An SGLang engine with more GPUs than this spans several nodes; an embedded engine cannot."""
-    colocate: bool = flag(False, needs=ENGINES, read_by=("trainer", "push", "engine"))
+    colocate: bool = flag(
+        False,
+        needs=(
+            ENGINES,
+            unless("load_debug_rollout_data", why="no engine takes turns with it", warns=True)
+            | on("advantage_estimator", *estimators_where("needs_critic")),
+        ),
+        read_by=("trainer", "push", "engine"),
+    )
     """Trainer and engines share the same GPUs and take turns."""
     offload: bool = flag(
         False,
@@ -282,12 +294,26 @@ class DebugConfig:
     use, is replaced by 0."""
     dump_details: str | None = flag(None, read_by=("config", "samples"))
     """Directory for the samples and training tensors of all rollouts, and the tokenizer."""
-    check_weight_update_equal: bool = flag(False, needs=GENERATES, read_by="push")
+    check_weight_update_equal: bool = flag(
+        False,
+        needs=GENERATES
+        & unless("lora_rank", why="every push of adapters compares all tensors", warns=True),
+        read_by="push",
+    )
     """Verify every weight on the engines after the first sync."""
     check_canary: bool = flag(True, read_by="push")
     """Compare the trainer's and the engines' log-probs of a few fixed tokens after every weight
     push and every wake-up of an engine."""
-    ci_test: bool = flag(False, read_by="training")
+    ci_test: bool = flag(
+        False,
+        needs=unless(
+            "loss_type",
+            *DATA_LOSSES,
+            why="it compares with engines and earlier policies, and there are none",
+            warns=True,
+        ),
+        read_by="training",
+    )
     """Check the assertions of the reference system's CI in each step, and stop if one fails: the KL
     to the old policy is 0 in the first step of a rollout, the KL to the reference is 0 in the first
     step of the run, and trainer and engine agree to
@@ -307,11 +333,15 @@ class DebugConfig:
     )
     """Compare the gradient norm of each step with the one that --ci-save-grad-norm wrote to this
     path, to 1 % or 0.01, and stop where it differs."""
-    use_pytorch_profiler: bool = derived("true with profile_steps", read_by="config")
+    use_pytorch_profiler: bool = derived(
+        "true with profile_steps", needs=_TRAINS_STEPS, read_by="config"
+    )
     """Profile some steps with torch.profiler and the engines' own profiler, into one file in the
     run folder's profile/, for https://ui.perfetto.dev (docs/debugging.md)."""
     profile_steps: str | None = derived(
-        "profile_step_start:profile_step_end with use_pytorch_profiler", read_by="config"
+        "profile_step_start:profile_step_end with use_pytorch_profiler",
+        needs=_TRAINS_STEPS,
+        read_by="config",
     )
     """Steps to profile, FIRST:END; 3:5 is steps 3 and 4. Short for --use-pytorch-profiler,
     --profile-step-start and --profile-step-end."""

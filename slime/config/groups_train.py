@@ -83,6 +83,9 @@ class TrainConfig:
     log_probs_chunk_size: int = flag(
         -1,
         range=Interval(1, or_minus_one=True, what="-1 stands for 8192"),
+        needs=unless(
+            "preference_loss", "reward_model", why="its head has one output per token", warns=True
+        ),
         read_by="trainer",
     )
     """Maximum rows of logits computed at a time for log-probs; -1: 8192."""
@@ -115,8 +118,25 @@ class TrainConfig:
     modules for built-in families select slime's tables of these families."""
     custom_megatron_init_path: str | None = flag(None, read_by="trainer")
     """Function (args) run after Megatron is initialised."""
-    custom_megatron_before_log_prob_hook_path: str | None = flag(None, needs=SAMPLES)
-    """Function (args, model, store_prefix) run before each forward-only pass."""
+    custom_megatron_before_log_prob_hook_path: str | None = flag(
+        None,
+        needs=(
+            SAMPLES,
+            unless("use_rollout_logprobs")
+            | on("use_kl_loss")
+            | on("kl_coef")
+            | on("use_opd")
+            | on("use_routing_replay")
+            | on("get_mismatch_metrics")
+            | on(
+                "measure_quantisation",
+                why="there is no pass that only computes log-probs",
+                warns=True,
+            ),
+        ),
+    )
+    """Function (args, model, store_prefix) run before each forward-only pass. With it, the old
+    policy's log-probs always have a pass of their own."""
     custom_megatron_before_train_step_hook_path: str | None = flag(None)
     """Function (args, rollout_id, step_id, model, optimizer, opt_param_scheduler) run before each
     step's passes."""
@@ -281,7 +301,11 @@ class SyncConfig:
     )
     """nccl: CUDA IPC or shared memory if colocated, else NCCL or gloo; disk: files in a
     directory."""
-    update_weight_buffer_size: int = flag(512 * 1024 * 1024, range=SOME)
+    update_weight_buffer_size: int = flag(
+        512 * 1024 * 1024,
+        range=SOME,
+        needs=unless("lora_rank", why="an adapter is pushed as a whole", warns=True),
+    )
     """Bytes per bucket. A bucket grows for a larger tensor, and for tensors that engines fuse and
     that must share one."""
     update_weights_interval: int = flag(1, range=SOME, needs=GENERATES, read_by=("push", "engine"))

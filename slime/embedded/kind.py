@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime import deadlines
@@ -10,6 +11,7 @@ from slime.engines.launch import ONE_GPU, EngineFootprint, EnginePlace, LaunchSp
 from slime.engines.model_groups import GroupRules, served_models
 from slime.errors import UserError
 from slime.processes.host import python_module
+from slime.prompts.images import sees_images
 
 if TYPE_CHECKING:
     from slime.config.config import Config
@@ -40,7 +42,8 @@ def embedded_command(
         argv += ["--max-context-len", str(longest)]
     if config.lora.lora_rank and is_policy:
         argv += ["--enable-lora", "--max-lora-rank", str(config.lora.lora_rank)]
-    if config.images.multimodal_keys and is_policy:
+    other = place.model_path
+    if config.images.multimodal_keys and (other is None or sees_images(Path(other))):
         argv += ["--enable-multimodal", "--limit-images", str(config.images.images_per_sample)]
         if config.images.image_max_pixels is not None:
             argv += ["--image-max-pixels", str(config.images.image_max_pixels)]

@@ -32,6 +32,11 @@ WEIGHT_PROBE = "slime.engines.sglang.weight_probe.report"
 #: Dotted path of the function that loads buckets in which neighbouring experts are one tensor.
 WEIGHT_LOADER = "slime.engines.sglang.weight_loader.load"
 
+#: Fields of a request that sends weights or asks about them: they leave a draft model as it is.
+#: SGLang reads the first up to 0.5.20, the second since; without them it loads the policy's
+#: tensors into the draft as well.
+ONLY_THE_POLICY = {"disable_draft_model": True, "selector": "target"}
+
 #: Traffic between our own processes must ignore proxy variables.
 WITHOUT_PROXIES = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 

@@ -31,6 +31,7 @@ from slime.engines.launch import (
 
 if TYPE_CHECKING:
     from slime.config.config import Config
+    from slime.models.draft_model import DraftModel
     from slime.models.spec import ModelSpec
 
 
@@ -63,6 +64,8 @@ class EngineKind:
             compute differently from the trainer, or that cannot get pushes there.
         check_transposed_experts: refuses a directory with stacks of experts that are transposed
             relative to published ones.
+        draft_model: the model that drafts for the policy (speculative decoding), if it has
+            weights.
         check_installed: refuses an environment that cannot start it.
         weights_dtype: the dtype of the policy's weights, by the engine's name.
         computed_here: other processes of this system can compute its model part by part (`slime
@@ -98,6 +101,7 @@ class EngineKind:
     check_flags: Callable[[Config], None] = lambda config: None
     check_model: Callable[[ModelSpec, Mapping[str, Any]], None] = lambda spec, config: None
     check_transposed_experts: Callable[[Path], None] = lambda folder: None
+    draft_model: Callable[[Config], DraftModel | None] = lambda config: None
     check_installed: Callable[[], object] = lambda: None
     computed_here: bool = False
     reads_generation_config: bool = False

@@ -153,6 +153,7 @@ class EngineFootprint:
         fraction_option: the option that sets the fraction.
         adapters_at_once: number of adapters for which memory is reserved, if the run has adapters.
         dequantises: it holds both quantised weights and their dequantised values.
+        draft: bytes of the weights of a draft model on one rank.
         state_copies: copies of a sequence's state that it keeps besides the live one, for gated
             delta nets.
     """
@@ -170,4 +171,5 @@ class EngineFootprint:
     fraction_option: str = ""
     adapters_at_once: int = RESIDENT_ADAPTERS
     dequantises: bool = False
+    draft: float = 0.0
     state_copies: int = 0

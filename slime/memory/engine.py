@@ -155,7 +155,7 @@ class EngineSettings(EngineFootprint):
         if self.sequences is not None:
             own = self.longest * self.kv_per_token + self.state_per_sequence
             return self.sequences * own
-        fixed = self.weights + self.adapter_pool
+        fixed = self.weights + self.adapter_pool + self.draft
         return max(0.0, self.static_fraction(memory) * memory - fixed)
 
     def kv_tokens(self, memory: float) -> int:

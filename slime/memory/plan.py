@@ -384,10 +384,15 @@ def ranges(numbers: list[int]) -> str:
 
 def _awake_engine(engine: EngineSettings) -> list[Use]:
     return [
-        Use("engine", "weights", engine.weights),
+        *_engine_weights(engine),
         Use("engine", "CUDA context and graphs, prefill", engine_side.AWAKE_BYTES),
         *_adapter_pool(engine),
     ]
+
+
+def _engine_weights(engine: EngineSettings) -> list[Use]:
+    draft = [Use("engine", "weights of the draft", engine.draft)] if engine.draft else []
+    return [Use("engine", "weights", engine.weights), *draft]
 
 
 def _adapter_pool(engine: EngineSettings) -> list[Use]:
@@ -423,7 +428,7 @@ def _resting_engine(facts: Facts, engine: EngineSettings | None, memory: float) 
         return []
     if facts.engine_sleeps:
         asleep = Use("engine", "asleep (CUDA context and graphs)", engine_side.ASLEEP_BYTES)
-        weights = [Use("engine", "weights", engine.weights)] if facts.engine_keeps_weights else []
+        weights = _engine_weights(engine) if facts.engine_keeps_weights else []
         return [asleep, *weights, *_adapter_pool(engine)]
     return [*_awake_engine(engine), Use("engine", "KV cache", engine.kv_cache(memory))]
 
@@ -482,6 +487,8 @@ def node_memory(facts: Facts) -> Phase:
         uses.append(Use("engine", "processes", count * ENGINE_PROCESS_BYTES))
         if facts.engine_backup:
             uses.append(Use("engine", "weights asleep", count * facts.engine.weights))
+        if facts.engine.draft and facts.engine_sleeps and not facts.engine_keeps_weights:
+            uses.append(Use("engine", "weights of the draft asleep", count * facts.engine.draft))
     return Phase("host", "all", tuple(uses))
 
 

@@ -57,6 +57,10 @@ _SPIKE = 20.0
 _UNEVEN = 2.0
 #: Maximum number of rows that are kept while a run is in progress.
 _MOST_ROWS = 4000
+#: Tokens per verification up to which drafts gain nothing, and the share of the first gain that a
+#: frozen draft keeps at least.
+_USELESS_DRAFTS = 1.05
+_KEPT_GAIN = 0.8
 #: Prefixes of slime's own metrics.
 _OURS = ("train/", "rollout/", "eval/", "perf/")
 _ENGINE_KEY = re.compile(r"rollout/engine_load/(\d+)$")
@@ -592,6 +596,29 @@ def engine_loads(rows: Rows) -> dict[str, float]:
     return {name: statistics.fmean(values) for name, values in loads.items()}
 
 
+def rejected_drafts(rows: Rows, flags: Flags) -> Alarm | None:
+    lengths = _values(rows, "rollout/spec_accept_length")
+    newest = lengths[-_MIN_WINDOW:]
+    if len(newest) < _MIN_WINDOW:
+        return None
+    fix = (
+        "take a draft that was trained for this policy (--sglang-speculative-draft-model-path): "
+        "pushes leave it as it is; or leave --sglang-speculative-algorithm out"
+    )
+    mean = statistics.fmean(newest)
+    if surely_above([-length for length in newest], -_USELESS_DRAFTS):
+        detail = f"the last {len(newest)} steps made {mean:.2f} tokens per verification"
+        return Alarm("Drafts are rejected", f"{detail}: they only cost time", fix)
+    windows = _windows(lengths)
+    if not windows or change(windows, 0, -1) >= -LIKELY:
+        return None
+    first, last = (statistics.fmean(windows[place]) for place in (0, -1))
+    if last - 1 > _KEPT_GAIN * (first - 1):
+        return None
+    detail = f"tokens per verification fell from {first:.2f} to {last:.2f} as the policy changed"
+    return Alarm("Fewer and fewer drafts are accepted", detail, fix)
+
+
 def slow_data(rows: Rows, flags: Flags) -> Alarm | None:
     pairs = [
         (row["perf/data_wait_time"], row["perf/step_time"])
@@ -704,6 +731,7 @@ CHECKS: tuple[Callable[[Rows, Flags], Alarm | None], ...] = (
     truncation,
     gradient_spike,
     engine_imbalance,
+    rejected_drafts,
     slow_data,
 )
 

@@ -23,10 +23,16 @@ from typing import TYPE_CHECKING, Any
 from slime import deadlines
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.models import family_of
+from slime.models import family_name, family_of
 from slime.models.spec import read_hf_config
 from slime.models.vision import ImageError, ImageSpan, VisionSpec, placeholder_runs, seeing
-from slime.prompts.conversation import IMAGE_MARK, ConversationError, ImageParts
+from slime.prompts.conversation import (
+    IMAGE_MARK,
+    ConversationError,
+    ImageParts,
+    Messages,
+    read_messages,
+)
 from slime.prompts.problems import RowProblem
 from slime.prompts.readers import split_name, split_slice
 from slime.samples.media import IMAGES, SPANS, keep_bytes, references_of
@@ -289,7 +295,7 @@ class ImagePrompts:
             end = first + length
         return [*whole, *tokens[end:]], spans
 
-    def within(self, tokens: Sequence[int], sources: list[str]) -> list[str]:
+    def within(self, tokens: Sequence[int], sources: Sequence[Source]) -> Sequence[Source]:
         """Return the first images of a conversation, as many as ``tokens`` has placeholders for."""
         return sources[: len(placeholder_runs(tokens, self.vision))]
 
@@ -340,6 +346,39 @@ def add_images(sample: Sample, references: Sequence[str], spans: Sequence[ImageS
     own = references_of(sample)
     sample.multimodal_inputs = {**(sample.multimodal_inputs or {}), IMAGES: [*own, *references]}
     sample.multimodal_train_inputs = {SPANS: [*known, *(list(span) for span in spans)]}
+
+
+def read_teacher_prompt(
+    given: str | Messages, placeholder: str, limit: int
+) -> tuple[str | Messages, int]:
+    """Return a teacher's own prompt with placeholders, and the number of its images, which are the
+    first ones of the sample's prompt.
+
+    Args:
+        given: text with marks, or messages with marks or parts without an image of their own.
+        limit: number of images in the sample's prompt.
+    Raises:
+        UserError: it has more images, or an image of its own.
+    """
+    parts = ImageParts(placeholder, reads_marks=True)
+    found = parts.text(given) if isinstance(given, str) else read_messages(given, images=parts)
+    own = sum(source is not None for source in parts.sources)
+    if own or len(parts.sources) > limit:
+        raise UserError(
+            f"a teacher's prompt has {own or len(parts.sources)} images"
+            + (" of its own" if own else f", and the sample's prompt has {limit}"),
+            why="a teacher sees the first images of the sample's prompt, or none",
+            fix=f"write {IMAGE_MARK}, or a part {{'type': 'image'}}, for each of them",
+        )
+    return found, len(parts.sources)
+
+
+def sees_images(directory: Path) -> bool:
+    """Tell whether a model takes images and its directory has an image processor."""
+    config = read_hf_config(directory)
+    family = family_of(config) if family_name(config) else None
+    sees = family is not None and family.vision is not None
+    return sees and (directory / "preprocessor_config.json").is_file()
 
 
 def read_inline(parts: ImageParts, where: str) -> list[bytes]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from slime.prompts.conversation import Messages
 from slime.prompts.problems import RowProblem, missing_key
+
+T = TypeVar("T")
 
 #: Column of the prompt if --input-key is not given and its default is not a column.
 _USUAL_PROMPT = "prompt"
@@ -120,6 +122,34 @@ def with_prompt(
     return prompt, {
         name: [{"role": "assistant", "content": answer}] for name, answer in answers.items()
     }
+
+
+def count_images(text: str | Messages, placeholder: str) -> int:
+    """The number of images in a prompt or an answer, in which each is a placeholder."""
+    return str(text).count(placeholder)
+
+
+def images_of_answers(
+    prompt: str | Messages, answers: Mapping[str, str | Messages], images: Sequence[T], place: str
+) -> dict[str, list[T]]:
+    """The images that each answer is read with: the prompt's, and its own.
+
+    Args:
+        images: of a row: those of the prompt, then those of each answer.
+        place: the placeholder of an image.
+
+    Example:
+        >>> images_of_answers("<i>", {"chosen": "a<i>", "rejected": "b"}, ["x", "y"], "<i>")
+        {'chosen': ['x', 'y'], 'rejected': ['x']}
+    """
+    start = count_images(prompt, place)
+    shared = list(images[:start])
+    found = {}
+    for name, answer in answers.items():
+        end = start + count_images(answer, place)
+        found[name] = [*shared, *images[start:end]]
+        start = end
+    return found
 
 
 def holds_text(prompt: str | Messages, text: str) -> bool:

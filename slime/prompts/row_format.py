@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,9 +26,16 @@ from slime.prompts.conversation import (
     read_tools,
     unread_keys,
 )
-from slime.prompts.images import ImagePrompts, ImageSources, Source, image_prompts, kept
+from slime.prompts.images import (
+    ImagePrompts,
+    ImageSources,
+    Source,
+    image_prompts,
+    kept,
+    read_teacher_prompt,
+)
 from slime.prompts.labels import compares_labels, read_label
-from slime.prompts.preference_rows import PreferenceColumns, holds_text, with_prompt
+from slime.prompts.preference_rows import PreferenceColumns, count_images, holds_text, with_prompt
 from slime.prompts.problems import RowProblem, missing_key
 from slime.samples.media import IMAGES
 from slime.user_code.overrides import follows_old_plugin
@@ -48,6 +55,7 @@ class RowFormat:
         preference: the columns of answers in preference learning; else None.
         metadata_required, tools_required: a flag names the column, so rows must have its key.
         images: how rows name their images; None in a text-only run.
+        teacher_prompt_key: key of the metadata with another prompt for the teacher.
     """
 
     input_key: str = "input"
@@ -65,6 +73,7 @@ class RowFormat:
     metadata_required: bool = False
     tools_required: bool = False
     images: ImageSources | None = None
+    teacher_prompt_key: str | None = None
     input_flag: str = "--input-key"
     label_flag: str = "--label-key"
 
@@ -82,9 +91,11 @@ class RowFormat:
             )
 
     @staticmethod
-    def of(config: Config) -> RowFormat:
+    def of(config: Config, path: str | None = None) -> RowFormat:
         """The format of the training prompts of ``config``.
 
+        Args:
+            path: the data set, to which paths of images are relative; default: --prompt-data.
         Raises:
             UserError: the reward compares with a label, and no flag names a column of labels.
         """
@@ -117,7 +128,8 @@ class RowFormat:
             preference=_preference_columns(config),
             metadata_required=data.metadata_key != "metadata",
             tools_required=data.tool_key != "tools",
-            images=ImageSources.of(config, data.prompt_data, config.images.multimodal_keys),
+            images=ImageSources.of(config, path or data.prompt_data, config.images.multimodal_keys),
+            teacher_prompt_key=config.distillation.opd_teacher_prompt_key,
         )
 
 
@@ -155,8 +167,10 @@ class Prompt:
         unread_columns, unread_keys: columns of the row, and keys of its messages, that nothing
             reads.
         where: the row's origin, "train.jsonl:17"; set when it is drawn.
-        images: the row's images, in order of their places.
-        image_tokens: number of image placeholders still to be added.
+        images: the row's images, in order of their places; of preferences those of the prompt,
+            then those of each answer.
+        image_tokens: number of image placeholders still to be added; 0 for preferences, whose
+            answers are measured one by one.
     """
 
     text: str | Messages
@@ -263,20 +277,48 @@ def _with_images(
         parts.sources = [None] * len(runs)
         prompt.images = form.images.of_row(row, parts)
         prompt.image_tokens = _missing_placeholders([length for _, length in runs], prompt, prompts)
-        return prompt
-    prompt.images = form.images.of_row(row, parts)
-    shown = parts.placeholder
-    if isinstance(prompt.text, str):
-        shown = _surrounded(shown, form, parts)
-    written = str(prompt.text).count(shown)
-    if written != len(prompt.images):
+    else:
+        prompt.images = form.images.of_row(row, parts)
+        shown = parts.placeholder
+        if isinstance(prompt.text, str) and not (form.raw and form.apply_chat_template):
+            shown = _surrounded(shown, form, parts)
+        _check_places(prompt.text, shown, len(prompt.images))
+        prompt.image_tokens = prompts.num_tokens(prompt.images)
+    _check_teacher_prompt(prompt, form, parts.placeholder)
+    return prompt
+
+
+def _check_teacher_prompt(prompt: Prompt, form: RowFormat, placeholder: str) -> None:
+    """
+    Raises:
+        RowProblem: the row has a prompt for the teacher with images that the row's prompt lacks.
+    """
+    given = prompt.metadata.get(form.teacher_prompt_key) if form.teacher_prompt_key else None
+    if given is None:
+        return
+    try:
+        read_teacher_prompt(given, placeholder, len(prompt.images))
+    except UserError as error:
+        raise RowProblem(
+            f"have a prompt for the teacher (metadata '{form.teacher_prompt_key}') with other "
+            "images",
+            error.what,
+            error.fix,
+        ) from error
+
+
+def _check_places(text: str | Messages, placeholder: str, num_images: int) -> None:
+    """
+    Raises:
+        RowProblem: a prompt or an answer has another number of placeholders than of images.
+    """
+    written = count_images(text, placeholder)
+    if written != num_images:
         raise RowProblem(
             "have placeholders of images in their text, or a chat template that leaves images out",
-            f"{written} placeholders {shown!r} are written for {len(prompt.images)} images",
+            f"{written} placeholders {placeholder!r} are written for {num_images} images",
             "remove these rows",
         )
-    prompt.image_tokens = prompts.num_tokens(prompt.images)
-    return prompt
 
 
 def _surrounded(text: str, form: RowFormat, parts: ImageParts) -> str:
@@ -319,6 +361,7 @@ def _read_preference(
     read: dict[str, str | Messages] = {}
     if column is not None:
         given["prompt"] = row[column]
+    parts = {name: _image_parts(form, tokenizer) for name in given}
     keys = {name: columns.answers.get(name) or str(column) for name in given}
     try:
         talks = {name: conversation_in(value, keys[name]) for name, value in given.items()}
@@ -327,10 +370,14 @@ def _read_preference(
         for name, value in given.items():
             own = replace(form, input_key=keys[name], input_flag=f"--{name}-key")
             what = "prompt" if name == "prompt" else "answer"
+            own_parts = parts[name]
             if conversation := talks[name]:
-                read[name] = _messages(conversation[0], tools, own, what)
+                read[name] = _messages(conversation[0], tools, own, what, own_parts)
             else:
-                read[name] = _text(value, own, what)
+                text = _text(value, own, what)
+                read[name] = text if own_parts is None else own_parts.text(text)
+            if own_parts is not None:
+                _check_places(read[name], own_parts.placeholder, len(own_parts.sources))
     except ConversationError as error:
         raise RowProblem(
             f"have {error.kind}", f"{error.where}: {error.detail}".rstrip(": "), error.fix
@@ -342,7 +389,45 @@ def _read_preference(
     unread = _unread_columns(row, form, (*columns.names, column))
     if isinstance(asked, str) and not holds_text(prompt, asked):
         unread = (*unread, str(column))
-    return Prompt(prompt, [], answers | label, metadata, prompt, unread)
+    found = Prompt(prompt, [], answers | label, metadata, prompt, unread)
+    given_parts = {name: one for name, one in parts.items() if one is not None}
+    if form.images is not None and given_parts:
+        everything = _parts_in_order(answers, given_parts)
+        found.images = form.images.of_row(row, everything)
+        if isinstance(prompt, str) and not form.apply_chat_template:
+            found.text = _surrounded(prompt, form, everything)
+            for name, answer in answers.items():
+                assert isinstance(answer, str), "answers to text are text"
+                found.label[name] = _surrounded(answer, form, everything)
+    return found
+
+
+def _parts_in_order(
+    answers: Mapping[str, str | Messages], parts: Mapping[str, ImageParts]
+) -> ImageParts:
+    """Collect the images of the prompt, then those of each answer.
+
+    Args:
+        answers: without the prompt.
+        parts: images of the columns, by name; answers may repeat the prompt and its images.
+    Raises:
+        RowProblem: the images of the prompt differ between columns.
+    """
+    own: list[Any] = []
+    prompts = [one.sources for name, one in parts.items() if name not in answers]
+    for name, answer in answers.items():
+        sources = parts[name].sources
+        repeated = len(sources) - count_images(answer, parts[name].placeholder)
+        prompts.append(sources[:repeated])
+        own += sources[repeated:]
+    seen = [sources for sources in prompts if sources]
+    if any(sources != seen[0] for sources in seen):
+        raise RowProblem(
+            "have answers whose prompts have different images",
+            fix="both answers of a pair belong to one prompt",
+        )
+    placeholder = next(iter(parts.values())).placeholder
+    return ImageParts(placeholder, sources=[*(seen[0] if seen else ()), *own])
 
 
 def _unread_columns(

@@ -420,13 +420,15 @@ def _open_order(config: Config, tokenizer: Any, judge: RowJudge | None) -> Promp
     return MappedOrder(rows, kept, checker, **options)
 
 
-def prompt_checker(config: Config, tokenizer: Any) -> Checker:
+def prompt_checker(config: Config, tokenizer: Any, path: str | None = None) -> Checker:
     """The checker of --prompt-data, which checks and measures each row as it is read.
 
+    Args:
+        path: another data set with rows of the same form.
     Raises:
         UserError: as `RowFormat.of`.
     """
-    form = RowFormat.of(config)
+    form = RowFormat.of(config, path)
     limit = max_prompt_tokens(config)
     context = model_context(config) if limit is None else None
     if context is not None:

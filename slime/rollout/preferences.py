@@ -13,18 +13,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from slime.config.config import Config
 from slime.errors import UserError
+from slime.models.vision import ImageSpan
 from slime.prompts.conversation import Messages
 from slime.prompts.dataset_folders import EVALUATION
-from slime.prompts.preference_rows import conversation_of
+from slime.prompts.images import Source, add_images, images_of
+from slime.prompts.preference_rows import conversation_of, images_of_answers
 from slime.prompts.prepare import read_samples
 from slime.prompts.sft_encoding import Encoded, SftTotals, TrainedSequence
 from slime.prompts.source import prompt_checker
 from slime.rollout.sft import draw_groups, sft_encoding, sft_limits
 from slime.samples.batch import CHOSEN, MISMATCHED, REJECTED
+from slime.samples.media import media_before, media_of, references_of
 from slime.samples.types import Group, Sample, SampleStatus
 from slime.user_code.hooks import DataSource, RolloutFnTrainOutput
 
@@ -64,7 +68,7 @@ def held_out_groups(config: Config, tokenizer: Any) -> list[Group]:
     encoder = PreferenceEncoder(config, tokenizer)
     limit = sft_limits(config)[0]
     groups = []
-    drawn = read_samples(path, prompt_checker(config, tokenizer), EVALUATION)
+    drawn = read_samples(path, prompt_checker(config, tokenizer, path), EVALUATION)
     encoder.read_ahead(drawn)
     for number, sample in enumerate(drawn):
         sample.index = number
@@ -80,6 +84,26 @@ def held_out_groups(config: Config, tokenizer: Any) -> list[Group]:
     if not encoder.takes_pairs:
         _add_mismatched(groups, limit)
     return groups
+
+
+@dataclass(frozen=True)
+class EncodedAnswer:
+    """An answer behind its prompt.
+
+    Attributes:
+        encoded: with one placeholder for each image.
+        sequence: with all of them.
+        images, spans: images of prompt and answer, and their places among the tokens.
+    """
+
+    encoded: Encoded
+    sequence: TrainedSequence
+    images: Sequence[Source] = ()
+    spans: Sequence[ImageSpan] = ()
+
+    def equals(self, other: EncodedAnswer) -> bool:
+        """Whether tokens and images are the same."""
+        return self.sequence.tokens == other.sequence.tokens and self.images == other.images
 
 
 class PreferenceEncoder:
@@ -98,6 +122,7 @@ class PreferenceEncoder:
         assert facts is not None, "only a preference loss learns from preferences"
         self._tokenizer = tokenizer
         self._encoding = sft_encoding(config, tokenizer)
+        self._images = images_of(config)
         self._templates_text = config.data.apply_chat_template
         self._scores_end = facts.trains_head
         self.takes_pairs = facts.takes_pairs
@@ -122,16 +147,18 @@ class PreferenceEncoder:
         Raises:
             UserError: nothing in an answer can be trained on.
         """
-        sequences = []
-        for encoded in self.encode_answers(sample.prompt, sample.label, sample.metadata):
-            self.totals.add(encoded)
-            sequences.append(encoded.sequences[0])
+        references = references_of(sample)
+        answers = list(
+            self.encode_answers(sample.prompt, sample.label, sample.metadata, references)
+        )
+        for answer in answers:
+            self.totals.add(answer.encoded)
         index = 2 * (sample.index or 0)
         if not self.takes_pairs:
             reward = CHOSEN if sample.label["label"] else REJECTED
-            return [self._filled(sample, sequences[0], index, reward)]
-        chosen, rejected = sequences
-        if chosen.tokens == rejected.tokens:
+            return [self._filled(sample, answers[0], index, reward)]
+        chosen, rejected = answers
+        if chosen.equals(rejected):
             self.equal_answers += 1
             return []
         return [
@@ -140,17 +167,23 @@ class PreferenceEncoder:
         ]
 
     def encode_answers(
-        self, prompt: str | Messages, label: dict[str, Any], metadata: dict[str, Any]
-    ) -> Iterator[Encoded]:
+        self,
+        prompt: str | Messages,
+        label: dict[str, Any],
+        metadata: dict[str, Any],
+        images: Sequence[Source] = (),
+    ) -> Iterator[EncodedAnswer]:
         """Encode the answers of a row, in the order of `slime.prompts.preference_rows`.
 
+        Args:
+            images: of the row, as in `slime.prompts.row_format.Prompt`.
         Raises:
             UserError: nothing in an answer can be trained on, or its earlier turns are rewritten.
         """
         tools = metadata.get("tools")
         names = ("chosen", "rejected") if self.takes_pairs else ("completion",)
-        for name in names:
-            answer = label[name]
+        answers = {name: label[name] for name in names}
+        for name, answer in answers.items():
             if isinstance(prompt, list):
                 encoded = self._encoding.encode(conversation_of(prompt, answer), tools=tools)
             else:
@@ -162,11 +195,21 @@ class PreferenceEncoder:
                     "as a whole",
                     fix="let the prompt hold all turns but the last one",
                 )
-            yield encoded
+            [sequence] = encoded.sequences
+            if self._images is None:
+                yield EncodedAnswer(encoded, sequence)
+                continue
+            place = self._images.placeholder(self._tokenizer)
+            own = images_of_answers(prompt, answers, images, place)[name]
+            seen = self._images.within(sequence.tokens, own)
+            what = f"the {name} answer"
+            tokens, mask, spans = self._images.expand_masked(
+                sequence.tokens, sequence.mask, seen, what
+            )
+            yield EncodedAnswer(encoded, TrainedSequence(tokens, mask), seen, spans)
 
-    def _filled(
-        self, sample: Sample, sequence: TrainedSequence, index: int, reward: float
-    ) -> Sample:
+    def _filled(self, sample: Sample, answer: EncodedAnswer, index: int, reward: float) -> Sample:
+        sequence = answer.sequence
         start = sequence.prompt_length
         sample.tokens = list(sequence.tokens)
         sample.loss_mask = sequence.mask[start:]
@@ -178,6 +221,9 @@ class PreferenceEncoder:
             sample.loss_mask = [0] * len(sample.loss_mask) + [1]
         sample.response_length = len(sample.loss_mask)
         sample.index = index
+        if self._images is not None:
+            sample.multimodal_inputs = None
+        add_images(sample, [str(one) for one in answer.images], answer.spans)
         sample.metadata = copy.deepcopy(sample.metadata)
         sample.status = SampleStatus.COMPLETED
         sample.reward = reward
@@ -193,8 +239,22 @@ def _add_mismatched(groups: list[Group], limit: int | None) -> None:
         assert answer.loss_mask is not None and own.index is not None
         start = own.prompt_length
         room = answer.response_length if limit is None else max(1, limit - start)
+        media = media_of(answer.multimodal_inputs, answer.multimodal_train_inputs)
+        moved = [
+            (one.reference, one.span._replace(start=one.span.start - answer.prompt_length + start))
+            for one in media
+            if one.span.start >= answer.prompt_length
+        ]
+        for _, span in moved:
+            if span.end >= start + room:  # the limit ends the answer before this image
+                room = min(room, max(1, span.start - 1 - start))
         other = copy.copy(own)
         other.tokens = own.tokens[:start] + answer.tokens[answer.prompt_length :][:room]
+        other.multimodal_inputs, other.multimodal_train_inputs = media_before(
+            own.multimodal_inputs, own.multimodal_train_inputs, start
+        )
+        kept = [(reference, span) for reference, span in moved if span.end < start + room]
+        add_images(other, [reference for reference, _ in kept], [span for _, span in kept])
         other.loss_mask = answer.loss_mask[:room]
         other.response_length = len(other.loss_mask)
         other.response = answer.response

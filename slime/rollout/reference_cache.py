@@ -2,10 +2,11 @@
 across epochs and resumes.
 
     <run>/reference_log_probs/<reference model>.bin        a sequence of records:
-        digest of the tokens (16 bytes) │ number of log-probs (uint32) │ log-probs (float32)
+        digest of tokens, images (16 bytes) │ number of log-probs (uint32) │ log-probs (float32)
 
 The name of the file is a digest of the model's files and of the precision: another reference model
-has another file. Another template or tokenizer gives other tokens, which are not found.
+has another file. Another template or tokenizer gives other tokens, which are not found. Images
+count by their bytes and places: a file that has changed is another image.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def _model_digest(config: Config) -> str:
 
 
 class ReferenceCache:
-    """Log-probs of the reference model, found by the tokens that were scored.
+    """Log-probs of the reference model, found by the tokens and images that were scored.
 
     Args:
         path: the file; a record that a crash has cut off at its end is dropped.
@@ -93,7 +94,7 @@ class ReferenceCache:
     def fill(self, batches: Sequence[TrainBatch]) -> bool:
         """Set ``ref_log_probs`` of a rollout's batches if all answers are cached; otherwise let
         `add` expect them. Return whether all were cached."""
-        digests = [[_digest(batch, i) for i in range(batch.num_samples)] for batch in batches]
+        digests = [_digests(batch) for batch in batches]
         if all(one in self._places for of_batch in digests for one in of_batch):
             with self._path.open("rb") as file:
                 for batch, of_batch in zip(batches, digests, strict=True):
@@ -128,8 +129,16 @@ class ReferenceCache:
             file.write(b"".join(records))
 
 
-def _digest(batch: TrainBatch, i: int) -> bytes:
-    tokens = np.ascontiguousarray(batch.tokens[i].numpy(), dtype="<i8")
-    digest = xxhash.xxh3_128(tokens.tobytes())
-    digest.update(struct.pack("<I", batch.response_lengths[i]))
-    return digest.digest()
+def _digests(batch: TrainBatch) -> list[bytes]:
+    """The digest of each sample."""
+    images = {name: xxhash.xxh3_128_digest(data) for name, data in batch.images.items()}
+    found = []
+    for i in range(batch.num_samples):
+        tokens = np.ascontiguousarray(batch.tokens[i].numpy(), dtype="<i8")
+        digest = xxhash.xxh3_128(tokens.tobytes())
+        digest.update(struct.pack("<I", batch.response_lengths[i]))
+        for one in batch.media[i] if batch.media else ():
+            digest.update(struct.pack("<3I", *one.span))
+            digest.update(images[one.reference])
+        found.append(digest.digest())
+    return found

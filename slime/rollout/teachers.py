@@ -5,7 +5,8 @@
 
 Each answer is checked against the requested tokens. A teacher scores a few fixed tokens (the
 canary) at the start of the run and in each rollout: if the log-probs differ, its weights have
-changed.
+changed. In a run with images, requests carry those of the sample, and the canary has pictures,
+which must affect the log-probs.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ from slime.config.config import Config
 from slime.config.teachers import Teacher, engine_teachers, teacher_of
 from slime.engines.api import EngineError
 from slime.engines.client import RolloutClient
+from slime.engines.image_canary import ImageCanary, in_base64
 from slime.errors import UserError
 from slime.log import get_logger
-from slime.rollout.generate import current_state, is_in_run, prompt_token_ids
+from slime.models.vision import VisionSpec, one_placeholder_each, placeholder_runs
+from slime.prompts.images import images_of, read_teacher_prompt
+from slime.rollout.generate import current_state, encoded_images, is_in_run, prompt_token_ids
+from slime.samples.media import IMAGES, media_of, references_of
 from slime.samples.teacher_scores import pack_top_tokens
 from slime.samples.types import Sample
 
@@ -45,12 +50,21 @@ class EngineTeacher:
         url: its base URL.
         concurrency: requests at once.
         retry_seconds: see `RolloutClient`.
+        vision: the tower of the policy, whose placeholders the tokens have; None without images.
     """
 
     def __init__(
-        self, name: str, url: str, *, concurrency: int, request_timeout: float, retry_seconds: float
+        self,
+        name: str,
+        url: str,
+        *,
+        concurrency: int,
+        request_timeout: float,
+        retry_seconds: float,
+        vision: VisionSpec | None = None,
     ) -> None:
         self.name = name
+        self._vision = vision
         self.url = url.rstrip("/")
         self.client = RolloutClient(
             self.url,
@@ -58,26 +72,40 @@ class EngineTeacher:
             request_timeout=request_timeout,
             retry_seconds=retry_seconds,
         )
-        self._canary: tuple[list[int], list[float]] | None = None
+        self._first: list[float] | None = None
 
     async def log_probs(
-        self, tokens: Sequence[int], start: int, top_k: int = 0
+        self, tokens: Sequence[int], start: int, top_k: int = 0, images: Sequence[str] = ()
     ) -> tuple[list[float], list[list[tuple[float, int]]]]:
         """Return the log-probs of ``tokens[start:]`` at temperature 1, and the ``top_k`` most
-        likely tokens at each position as (log-prob, id).
+        likely tokens at each position as (log-prob, id). Placeholders of images get 0.
 
         Args:
+            tokens: with all placeholders of the images.
             start: at least 1, because nothing predicts the first token.
+            images: in base64.
         Raises:
             EngineError: there is no answer, or it is about other tokens.
         """
+        runs = [] if self._vision is None else placeholder_runs(tokens, self._vision)
+        if len(runs) != len(images):
+            raise EngineError(
+                self.url,
+                f"teacher {self.name} cannot score {len(images)} images and placeholders of "
+                f"{len(runs)}: the policy sampled a placeholder itself",
+            )
+        given = list(tokens)
+        if self._vision is not None and images:
+            given = one_placeholder_each(tokens, self._vision)
         # the first entry of an answer has no log-prob; earlier tokens come from the prefix cache
         body: dict[str, Any] = {
-            "input_ids": list(tokens),
+            "input_ids": given,
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
             "return_logprob": True,
             "logprob_start_len": start - 1,
         }
+        if images:
+            body["image_data"] = list(images)
         if top_k:
             body["top_logprobs_num"] = top_k
         async with self.client.slots:
@@ -88,8 +116,23 @@ class EngineTeacher:
         meta = answer.get("meta_info") or {}
         count = len(tokens) - start
         entries = list(meta.get("input_token_logprobs") or [])[-count:]
-        self._check_alignment([entry[1] for entry in entries], list(tokens[start:]))
+        told = meta.get("prompt_tokens")
+        if images and told is not None and told != len(tokens):
+            raise EngineError(
+                self.url,
+                f"teacher {self.name} counts {told} tokens with their images, and the sample has "
+                f"{len(tokens)}: it prepares images in another way, or sees none",
+            )
+        # engines may use other ids for placeholders, which are not trained
+        unread = {place - start for first, size in runs for place in range(first, first + size)}
+        own = list(tokens[start:])
+        named = [
+            own[place] if place in unread and place < count else entry[1]
+            for place, entry in enumerate(entries)
+        ]
+        self._check_alignment(named, own)
         values = [math.nan if entry[0] is None else float(entry[0]) for entry in entries]
+        values = [0.0 if place in unread else value for place, value in enumerate(values)]
         if not all(map(math.isfinite, values)):
             raise EngineError(self.url, "answered with log-probs that are not finite")
         if not top_k:
@@ -114,27 +157,42 @@ class EngineTeacher:
             f"{len(told)}; the first difference is at position {place}",
         )
 
-    async def check(self, vocab_size: int | None) -> float:
+    async def check(self, tokens: Sequence[int], pictures: ImageCanary | None) -> float:
         """Score the canary; return the mean difference from the first time, in nats.
 
+        Args:
+            pictures: in a run with images; None if the context is too short for them.
         Raises:
-            UserError: the teacher does not answer, or has other weights than at the start.
+            UserError: the teacher does not answer, does not see images, or has other weights than
+                at the start.
         """
-        size = vocab_size or 2 * _CANARY_TOKENS
-        tokens = [(2 * n + 1) * size // (2 * _CANARY_TOKENS) for n in range(_CANARY_TOKENS)]
         try:
             found, _ = await self.log_probs(tokens, 1)
+            if pictures is not None:
+                for picture in pictures.pictures:
+                    seen, _ = await self.log_probs(pictures.tokens, 1, images=[in_base64(picture)])
+                    found += pictures.chosen(seen)
         except EngineError as error:
+            what = "tokens" if pictures is None else "tokens and two pictures"
+            fix = "whose model has the policy's vocabulary"
+            if pictures is not None:
+                fix += " and sees images (embedded ones with --enable-multimodal)"
             raise UserError(
                 f"teacher {self.name} does not score tokens: {error}",
-                why="it is asked for log-probs of 16 tokens before each rollout",
-                fix="--opd-teacher-urls names engines whose model has the policy's vocabulary; "
-                "read the engine's log",
+                why=f"it is asked for log-probs of {what} before each rollout",
+                fix=f"--opd-teacher-urls names engines {fix}; read the engine's log",
             ) from error
-        if self._canary is None:
-            self._canary = (tokens, found)
+        if pictures is not None and pictures.effect(found[len(tokens) - 1 :]) == 0:
+            raise UserError(
+                f"teacher {self.name} at {self.url} gives the same log-probs behind two different "
+                "pictures",
+                why="it ignores images: its model sees none, or its vision tower gives zeros",
+                fix="use a teacher that sees images",
+            )
+        if self._first is None:
+            self._first = found
             return 0.0
-        first = self._canary[1]
+        first = self._first
         apart = statistics.fmean(abs(a - b) for a, b in zip(first, found))
         if apart > max(_CANARY_LEAST, _CANARY_SHARE * statistics.pstdev(first)):
             raise UserError(
@@ -157,6 +215,9 @@ class TeacherPool:
         self, config: Config, tokenizer: Any, model_urls: Mapping[str, str], policy_url: str
     ) -> None:
         flags = config.distillation
+        self._config = config
+        self._images = images_of(config)
+        self._canary: tuple[list[int], ImageCanary | None] | None = None
         self._tokenizer = tokenizer
         self._key = flags.opd_teacher_key
         self._prompt_key = flags.opd_teacher_prompt_key
@@ -173,6 +234,7 @@ class TeacherPool:
                 concurrency=config.engine.sglang_server_concurrency,
                 request_timeout=limit,
                 retry_seconds=deadlines.LOOP_RETRY[config.fault_tolerance.use_fault_tolerance],
+                vision=None if self._images is None else self._images.vision,
             )
             for teacher in found
         }
@@ -190,11 +252,21 @@ class TeacherPool:
             return {}
         # engines refuse to name more tokens than there are
         self._top_k = min(self._top_k, vocab_size or self._top_k)
-        apart = await asyncio.gather(*(teacher.check(vocab_size) for teacher in teachers))
+        if self._canary is None:
+            tokens = self._canary_tokens(vocab_size or 2 * _CANARY_TOKENS)
+            self._canary = (tokens, ImageCanary.of(self._config, tokens))
+        canary = self._canary
+        apart = await asyncio.gather(*(teacher.check(*canary) for teacher in teachers))
         for teacher in teachers:
             teacher.client.busy.take_idle_ratio()
             teacher.client.counters.take()
         return {"rollout/teacher_canary_abs_diff": max(apart)}
+
+    def _canary_tokens(self, vocab_size: int) -> list[int]:
+        count = 2 * _CANARY_TOKENS
+        tokens = [(2 * n + 1) * vocab_size // count for n in range(_CANARY_TOKENS)]
+        begins_image = None if self._images is None else self._images.vision.start_token
+        return [token + 1 if token == begins_image else token for token in tokens]
 
     def metrics(self) -> dict[str, float]:
         """``perf/teacher_idle_ratio``, the share of time in which a teacher had no request, and
@@ -232,12 +304,26 @@ class TeacherPool:
         where = f"sample {sample.index}"
         name = teacher_of(sample.metadata, self._key, self._teachers.keys(), where)
         response = sample.tokens[sample.prompt_length :]
+        images: list[str] = []
+        if references := self._references(sample, prompt):
+            images = await asyncio.to_thread(encoded_images, references)
         values, tops = await self._teachers[name].log_probs(
-            [*prompt, *response], len(prompt), self._top_k
+            [*prompt, *response], len(prompt), self._top_k, images
         )
         sample.teacher_log_probs = [min(value, 0.0) for value in values]
         sample.teacher_top_tokens = pack_top_tokens(tops) if tops else None
         return sample
+
+    def _references(self, sample: Sample, prompt: list[int]) -> list[str]:
+        """Return the references of the images that the teacher sees: those of its prompt, which are
+        the first ones of the sample's, and those of the response."""
+        if self._images is None:
+            return []
+        media = media_of(sample.multimodal_inputs, sample.multimodal_train_inputs)
+        start = sample.prompt_length
+        count = len(placeholder_runs(prompt, self._images.vision))
+        of_prompt = [one.reference for one in media if one.span.start < start]
+        return [*of_prompt[:count], *(one.reference for one in media if one.span.start >= start)]
 
     def _prompt_of(self, sample: Sample) -> list[int]:
         given = sample.metadata.get(self._prompt_key) if self._prompt_key else None
@@ -245,9 +331,20 @@ class TeacherPool:
             return sample.tokens[: sample.prompt_length]
         if sample.teacher_prompt_tokens is None:
             templated = is_in_run() and current_state().templated
+            seen = sample.multimodal_inputs
+            if self._images is not None:
+                own = references_of(sample)
+                media = media_of(sample.multimodal_inputs, sample.multimodal_train_inputs)
+                limit = sum(one.span.start < sample.prompt_length for one in media)
+                place = self._images.placeholder(self._tokenizer)
+                given, count = read_teacher_prompt(given, place, limit)
+                seen = {IMAGES: own[:count]}
+                if isinstance(given, str) and not templated:
+                    around = self._images.vision.kind.around
+                    given = given.replace(place, f"{around}{place}{around}")
             if isinstance(given, str) and templated:
                 given = [{"role": "user", "content": given}]
             sample.teacher_prompt_tokens = prompt_token_ids(
-                self._tokenizer, replace(sample, prompt=given)
+                self._tokenizer, replace(sample, prompt=given, multimodal_inputs=seen)
             )
         return sample.teacher_prompt_tokens

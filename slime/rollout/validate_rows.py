@@ -92,7 +92,9 @@ def data_inputs(config: Config) -> Iterator[DataInput]:
         judge = functools.partial(_training_judge, config)
         yield DataInput(data.prompt_data, TRAINING, checker, judge, data.streaming_data)
     if held_out := config.preference.eval_preference_data:
-        yield DataInput(held_out, EVALUATION, checker, functools.partial(PreferenceJudge, config))
+        of_held_out = functools.partial(checker, path=held_out)
+        of_pairs = functools.partial(PreferenceJudge, config)
+        yield DataInput(held_out, EVALUATION, of_held_out, of_pairs)
     for dataset in [] if config.eval.eval_function_path else eval_datasets(config):
         yield DataInput(
             dataset.path,
@@ -321,20 +323,25 @@ class PreferenceJudge:
 
     def _problems(self, prompt: Prompt) -> Iterator[RowProblem]:
         try:
-            answers = list(self._encoder.encode_answers(prompt.text, prompt.label, prompt.metadata))
+            answers = list(
+                self._encoder.encode_answers(
+                    prompt.text, prompt.label, prompt.metadata, prompt.images
+                )
+            )
         except UserError as error:
             yield _untrainable(error)
             return
-        remarks = {one.kind: one for encoded in answers for one in _remarks(encoded)}
+        remarks = {one.kind: one for answer in answers for one in _remarks(answer.encoded)}
         yield from remarks.values()
-        lengths = [_lengths(encoded)[0] for encoded in answers]
+        sequences = [answer.sequence for answer in answers]
+        lengths = [(len(one.tokens), one.prompt_length) for one in sequences]
         longest = max(length for length, _ in lengths)
         yield from self._lengths.problems((longest, max(n for _, n in lengths)), longest)
         if not self._encoder.takes_pairs:
             kind = "desirable" if prompt.label["label"] else "undesirable"
             fix = "kto learns from answers of both kinds; one kind alone is sft_loss"
             yield RowProblem(f"have a {kind} answer", "", fix, refuse_at=1.0, is_told=False)
-        elif answers[0].sequences[0].tokens == answers[1].sequences[0].tokens:
+        elif answers[0].equals(answers[1]):
             yield RowProblem(
                 "have a rejected answer that equals the chosen one, and are left out when they are "
                 "drawn",

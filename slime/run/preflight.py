@@ -26,14 +26,22 @@ from slime.checkpoints.load_plan import (
     resolve_reference,
     resolve_teacher,
     unused_reference,
+    unused_schedule,
 )
-from slime.cluster.engine_fit import check_fit, external_urls, fetch_engine_info
+from slime.cluster.engine_fit import (
+    EngineInfo,
+    check_fit,
+    external_urls,
+    fetch_engine_info,
+    image_faults,
+)
 from slime.compat.plugin_imports import check_plugin_imports
 from slime.config.checks_distillation import may_score, only_teacher
 from slime.config.config import Config
 from slime.config.flag import option_of
 from slime.config.te_flags import is_installed, missing
 from slime.config.teachers import BASE, SELF, engine_teachers
+from slime.engines.idle_options import idle_options
 from slime.engines.kinds import engine_of
 from slime.errors import UserError
 from slime.hub import fetch_model, is_hub_name, local_data
@@ -42,7 +50,8 @@ from slime.memory.hardware import gpu_majors
 from slime.models.layout_rules import check_critic_layout, check_layout
 from slime.models.model_flags import check_model_flags, merge_transformer
 from slime.models.quantised import Quantisation
-from slime.models.spec import ModelSpec
+from slime.models.spec import ModelSpec, read_hf_config
+from slime.models.vision import seeing
 from slime.observe.run_folder import RunFolder, check_no_run_writes
 from slime.paths import FIELDS, fill, fixed_folder
 from slime.placement import (
@@ -52,7 +61,7 @@ from slime.placement import (
     requests_in_flight,
 )
 from slime.processes.host import num_cpus, num_gpus
-from slime.prompts.images import images_of
+from slime.prompts.images import images_of, sees_images
 from slime.prompts.labels import compares_labels
 from slime.prompts.row_format import rewards_may_be_missing
 from slime.rollout.eval_datasets import eval_datasets
@@ -186,8 +195,15 @@ def check_architecture(config: Config) -> None:
     _check_longest_sequence(config, spec)
     if spec.vision is not None:
         images_of(config)  # refuses a directory without an image processor
+    if config.algorithm.trains_reward_model:
+        from slime.checkpoints.reward_models import classifier_of
+
+        classifier_of(hf_config)
     if needs_engines(config):
         engine_of(config).check_model(spec, hf_config)
+        draft = engine_of(config).draft_model(config)
+        if draft is not None:
+            draft.check(spec)
     check_experts(merge_transformer(spec.transformer, config.megatron.transformer))
     check_layout(spec.padded(config.megatron.tensor_model_parallel_size), config)
     if config.critic.has_own_gpus:
@@ -245,7 +261,7 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
 
     if not config.debug.debug_rollout_only:  # debug runs always start at the first rollout
         check_length(config, plan)
-        if warning := unused_reference(config):
+        for warning in filter(None, (unused_reference(config), unused_schedule(config, plan))):
             logger.warning("%s", warning)
     flags = config.checkpoint
     assert flags.hf_checkpoint is not None
@@ -314,16 +330,49 @@ def check_teachers(config: Config) -> None:
     from slime.prompts.same_vocabulary import check_same_vocabulary
 
     student = config.checkpoint.hf_checkpoint
-    for name, folder in _teacher_folders(config):
+    for name, folder, info in _teacher_folders(config):
         check_same_vocabulary(
             str(student), folder, name, trust_remote_code=config.checkpoint.trust_remote_code
         )
+        if config.images.multimodal_keys and not config.distillation.in_trainer:
+            _check_sight(config, name, Path(folder), info)
 
 
-def _teacher_folders(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield name and directory of each teacher whose directory is on this host."""
+def _check_sight(config: Config, name: str, folder: Path, info: EngineInfo | None) -> None:
+    """Check that a teacher in an engine sees images, and that the engine computes them correctly. A
+    family that is not known here is left to the canary.
+
+    Args:
+        info: of an engine that others have started.
+    """
+    from slime.models import family_name, family_of
+
+    hf_config = read_hf_config(folder)
+    if not family_name(hf_config):
+        return
+    if not sees_images(folder):
+        raise UserError(
+            f"teacher {name} ({folder}) sees no images",
+            why="its family has no vision tower here, or its directory no preprocessor_config.json",
+            fix="use a teacher that sees images, or leave --multimodal-keys out",
+        )
+    described = seeing(hf_config)
+    spec = family_of(described).model_spec(described)
+    if info is None:
+        engine_of(config).check_model(spec, described)
+        return
+    for is_so, why, fix in image_faults(spec, info):
+        if is_so:
+            raise UserError(f"the engine of teacher {name} cannot take part", why=why, fix=fix)
+
+
+def _teacher_folders(config: Config) -> Iterator[tuple[str, str, EngineInfo | None]]:
+    """Yield each teacher whose directory is on this host: its name, the directory, and what its
+    engine reports if others have started it."""
     flags = config.distillation
-    found = [(teacher.name, teacher.source) for teacher in flags.teachers]
+    found: list[tuple[str, str, EngineInfo | None]] = [
+        (teacher.name, teacher.source, None) for teacher in flags.teachers
+    ]
     if flags.use_opd and not flags.in_trainer and needs_engines(config):
         served = {
             model.name: model.path
@@ -344,12 +393,14 @@ def _teacher_folders(config: Config) -> Iterator[tuple[str, str]]:
             logger.warning("%s", only_teacher(key, teachers[0].name))
         for teacher in teachers:
             path = served.get(teacher.source)
-            if path is None:
-                path = str(fetch_engine_info(teacher.source).model.get("model_path"))
-            found.append((teacher.name, path))
-    for name, path in found:
+            info = None if path is not None else fetch_engine_info(teacher.source)
+            if info is not None:
+                path = str(info.model.get("model_path"))
+            assert path is not None
+            found.append((teacher.name, path, info))
+    for name, path, info in found:
         if path not in (SELF, BASE) and Path(path).is_dir():
-            yield name, path
+            yield name, path, info
 
 
 def check_engine_flags(config: Config) -> None:
@@ -357,7 +408,10 @@ def check_engine_flags(config: Config) -> None:
     if needs_engines(config):
         engine = engine_of(config)
         engine.check_flags(config)
-        for model in engine.served_models(config):
+        models = engine.served_models(config)
+        for warning in idle_options(config, models):
+            logger.warning("%s", warning)
+        for model in models:
             if not model.is_policy and not joins_cluster(config) and not Path(model.path).is_dir():
                 raise UserError(
                     f"--sglang-config: model {model.name} has the model_path {model.path}, which "
@@ -561,7 +615,7 @@ def check_rewards(config: Config) -> None:
             fix="pass one of them; --rm-type math compares with the label",
         )
     if reward_model.NAME in rm_types:  # it has no variant with boxed_
-        reward_model.check_directory(reward.rm_path)
+        reward_model.check_directory(reward.rm_path, images=bool(config.images.multimodal_keys))
     if {"remote_rm", "boxed_remote_rm"}.intersection(rm_types) and not reward.rm_url:
         raise UserError(
             "--rm-type remote_rm needs an address", fix="pass --rm-url http://host:port/path"

@@ -21,12 +21,12 @@ from slime.log import get_logger
 from slime.models import family_of, vocab_size_of
 from slime.models.flops import sequence_cost
 from slime.models.spec import read_hf_config
-from slime.models.vision import seeing
+from slime.models.vision import VisionSpec, placeholder_runs, seeing
 from slime.samples.batch import TrainBatch, TrainLayout
 from slime.samples.columns import Columns, Trainable, columns_from_samples, select_trainable
 from slime.samples.converted import CONVERSION, columns_from_hook
 from slime.samples.frozen_fields import frozen
-from slime.samples.media import Media, media_problem
+from slime.samples.media import Media, media_behind, media_problem
 from slime.samples.packing import PackingPlan, PackingRules, plan_steps, with_scored
 from slime.samples.preferences import check_preferences, mismatched_positions
 from slime.samples.sample_fields import number_problem
@@ -163,14 +163,38 @@ def _check_media(columns: Columns, config: Config) -> None:
         )
     vision = family_of(path, config.checkpoint.model_name).describe(seeing(read_hf_config(path)))
     assert vision.vision is not None
-    found = zip(columns.media, columns.tokens, columns.sample_indices)
-    for media, tokens, index in found:
-        if problem := media_problem(media, tokens, vision.vision.image_token):
+    prompts = columns.payloads.get("teacher_prompts") or [[]] * len(columns.tokens)
+    found = zip(columns.media, columns.tokens, columns.response_lengths, prompts)
+    for (media, tokens, length, prompt), index in zip(found, columns.sample_indices):
+        problem = media_problem(media, tokens, vision.vision.image_token)
+        fix = "change sample.tokens only with append_response_tokens and append_message"
+        if not problem and len(prompt):
+            problem = _teacher_media_problem(media, tokens, length, list(prompt), vision.vision)
+            fix = "let teacher_prompt_tokens have the first images of the sample's prompt, or none"
+        if problem:
             raise UserError(
                 f"the sample with index {index} has {problem}",
                 why="the features of an image take the place of its placeholder tokens",
-                fix="change sample.tokens only with append_response_tokens and append_message",
+                fix=fix,
             )
+
+
+def _teacher_media_problem(
+    media: Sequence[Media],
+    tokens: Sequence[int],
+    response_length: int,
+    prompt: list[int],
+    vision: VisionSpec,
+) -> str:
+    """The problem of the images in a teacher's prompt; "" if there is none."""
+    start = len(tokens) - response_length
+    wanted = len(placeholder_runs(prompt, vision))
+    own = sum(one.span.start < start for one in media)
+    if wanted > own:
+        return f"a prompt for its teacher with {wanted} images, and {own} images in its own prompt"
+    seen = media_behind(media, start, prompt, vision)
+    problem = media_problem(seen, [*prompt, *tokens[start:]], vision.image_token)
+    return problem and f"in the prompt for its teacher {problem}"
 
 
 def _images_of(media: Sequence[Sequence[Media]]) -> dict[str, bytes]:

@@ -13,11 +13,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slime.models.vision import ImageSpan
+from slime.models.vision import ImageSpan, VisionSpec, placeholder_runs
 
 IMAGES = "images"
 SPANS = "spans"
@@ -64,6 +64,30 @@ def media_before(
     kept = [span for span in train_inputs[SPANS] if span[0] < length]
     references = (inputs or {})[IMAGES][: len(kept)]
     return {**(inputs or {}), IMAGES: references}, {SPANS: kept}
+
+
+def media_behind(
+    media: Sequence[Media], prompt_length: int, prompt: Sequence[int], vision: VisionSpec
+) -> list[Media]:
+    """Return the images of a sample whose prompt is replaced by another one: the first images of
+    its own prompt, as many as the new one has placeholders for, and those of the response.
+
+    Args:
+        prompt_length: of its own prompt.
+        prompt: the new one.
+    """
+    runs = placeholder_runs(prompt, vision)
+    starts = [one.span.start for one in media]
+    of_prompt = [one for one, start in zip(media, starts) if start < prompt_length]
+    shift = len(prompt) - prompt_length
+    return [
+        *(_moved(one, start) for one, (start, _) in zip(of_prompt, runs)),
+        *(_moved(one, s + shift) for one, s in zip(media, starts) if s >= prompt_length),
+    ]
+
+
+def _moved(one: Media, start: int) -> Media:
+    return replace(one, span=one.span._replace(start=start))
 
 
 def media_problem(media: Sequence[Media], tokens: Sequence[int], image_token: int) -> str:

@@ -94,8 +94,7 @@ def plan_steps(
     assert len(lengths) == len(trajectory_ids) == len(mask_sums)
     costs = lengths if costs is None else costs
     if rules.keeps_trajectories:
-        assert images is None, "preferences and images are refused together"
-        return _plan_trajectories(lengths, trajectory_ids, mask_sums, rules, costs)
+        return _plan_trajectories(lengths, trajectory_ids, mask_sums, rules, costs, images)
     shards: list[list[int]] = [[] for _ in range(rules.data_parallel_size)]
     plans: list[list[StepPlan]] = [[] for _ in range(rules.data_parallel_size)]
     for members in split_steps(trajectory_ids, rules.global_batch_size):
@@ -121,6 +120,7 @@ def _plan_trajectories(
     mask_sums: Sequence[int],
     rules: PackingRules,
     costs: Sequence[float],
+    images: Sequence[Hashable] | None,
 ) -> PackingPlan:
     """The plan for whole trajectories, with each replaced by its samples."""
     members = list(_members(trajectory_ids).values())
@@ -130,6 +130,7 @@ def _plan_trajectories(
         [sum(mask_sums[i] for i in unit) for unit in members],
         replace(rules, keeps_trajectories=False),
         [sum(costs[i] for i in unit) for unit in members],
+        None if images is None else [tuple(images[i] for i in unit) for unit in members],
     )
     shards = [[i for unit in shard for i in members[unit]] for shard in plan.shards]
     steps = []

@@ -57,6 +57,15 @@ class TokenSpan:
     weight_version: int | None
 
 
+#: Names of accepted and of proposed draft tokens in an engine's answer, newest first.
+_ACCEPTED_DRAFTS = ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num")
+_PROPOSED_DRAFTS = ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num")
+
+
+def _first_count(meta_info: dict[str, Any], names: tuple[str, ...]) -> int:
+    return next((int(meta_info[name]) for name in names if name in meta_info), 0)
+
+
 @dataclass(slots=True)
 class SpecInfo:
     """Counters of speculative decoding, summed over the engine calls of one sample."""
@@ -67,8 +76,8 @@ class SpecInfo:
     completion_token_num: int = 0
 
     def add(self, meta_info: dict[str, Any]) -> None:
-        self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
-        self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
+        self.spec_accept_token_num += _first_count(meta_info, _ACCEPTED_DRAFTS)
+        self.spec_draft_token_num += _first_count(meta_info, _PROPOSED_DRAFTS)
         self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
         self.completion_token_num += meta_info.get("completion_tokens", 0)
 

@@ -19,7 +19,9 @@ import torch
 from slime.algorithms.divergence import OutputRows, TopTokens
 from slime.config.config import Config
 from slime.errors import UserError
+from slime.models.vision import VisionSpec
 from slime.samples.batch import TrainBatch
+from slime.samples.media import media_behind
 from slime.trainer.megatron.packed import PackedMicroBatch
 from slime.trainer.records import TeacherColumns, TeacherInputs, TokenScores
 
@@ -29,9 +31,13 @@ T = TypeVar("T")
 _NO_LOG_PROB = -10.0
 
 
-def with_teacher_prompts(batch: TrainBatch) -> TrainBatch:
+def with_teacher_prompts(batch: TrainBatch, vision: VisionSpec | None = None) -> TrainBatch:
     """Return the batch as teachers see it: the same responses, after the teacher's own prompts
-    where samples have them (``--opd-teacher-prompt-key``)."""
+    where samples have them (``--opd-teacher-prompt-key``).
+
+    Args:
+        vision: the model's tower; None for a model of text.
+    """
     prompts = batch.payloads.get("teacher_prompts")
     if prompts is None:
         return batch
@@ -39,7 +45,17 @@ def with_teacher_prompts(batch: TrainBatch) -> TrainBatch:
         torch.cat([prompt.to(own.dtype), own[own.numel() - length :]]) if prompt.numel() else own
         for own, prompt, length in zip(batch.tokens, prompts, batch.response_lengths)
     ]
-    return dataclasses.replace(batch, tokens=tokens)
+    media = batch.media
+    if vision is not None:
+        media = [
+            media_behind(seen, own.numel() - length, prompt.tolist(), vision)
+            if prompt.numel()
+            else seen
+            for seen, own, prompt, length in zip(
+                batch.media, batch.tokens, prompts, batch.response_lengths
+            )
+        ]
+    return dataclasses.replace(batch, tokens=tokens, media=media)
 
 
 def note_teacher_scores(

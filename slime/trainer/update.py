@@ -350,6 +350,7 @@ def reuses_log_probs(config: Config, batch: TrainBatch) -> bool:
         or flags.get_mismatch_metrics
         or flags.custom_advantage_function_path
         or config.rollout.rollout_data_postprocess_path
+        or config.train.custom_megatron_before_log_prob_hook_path
         or config.distillation.in_advantage
     )
     facts = ESTIMATORS[flags.advantage_estimator].facts

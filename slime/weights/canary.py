@@ -27,7 +27,7 @@ the trainer's base and with their own scores at launch: nothing may change the b
 must agree with the trainer; and if the adapter changes the trainer's log-probs, it must change the
 engine's, else it was loaded but not applied.
 
-A model with images also scores some tokens after two pictures (`slime.weights.image_canary`); these
+A model with images also scores some tokens after two pictures (`slime.engines.image_canary`); these
 log-probs follow those of the other tokens.
 
 If engines hold quantised weights, the trainer scores with the dequantised weights. Both sides then
@@ -51,6 +51,7 @@ from slime.config.config import Config
 from slime.engines.adapters import ADAPTER_FIELD
 from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet
+from slime.engines.image_canary import ImageCanary, scoring_request
 from slime.engines.wire.abilities import Abilities
 from slime.errors import UserError
 from slime.log import get_logger
@@ -59,7 +60,6 @@ from slime.models.quantised import Fp8, Quantisation
 from slime.models.spec import read_hf_config
 from slime.prompts.images import images_of
 from slime.user_code.loading import named_functions
-from slime.weights.image_canary import ImageCanary, scoring_request
 
 logger = get_logger(__name__)
 

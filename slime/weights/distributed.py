@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import torch
 
 from slime import deadlines
-from slime.engines.api import EngineError
+from slime.engines.api import ONLY_THE_POLICY, EngineError
 from slime.engines.fleet import EngineFleet, is_local
 from slime.engines.wire.buckets import Bucket, BufferPair, Packing, own_device
 from slime.engines.wire.process_group import ExternalGroup, address_towards
@@ -222,6 +222,7 @@ def _request(bucket: Bucket, group_name: str, version: int) -> dict[str, Any]:
         "weight_version": str(version),
         "load_format": "flattened_bucket",
         "flush_cache": False,
+        **ONLY_THE_POLICY,
     }
 
 

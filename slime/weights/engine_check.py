@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from slime import deadlines
-from slime.engines.api import WEIGHT_PROBE, EngineError
+from slime.engines.api import ONLY_THE_POLICY, WEIGHT_PROBE, EngineError
 from slime.engines.fleet import EngineFleet
 from slime.engines.sglang.weight_probe import SIZE
 from slime.engines.wire.buckets import FINGERPRINTS, fingerprint
@@ -243,6 +243,7 @@ class RankQuestions:
                 "serialized_named_tensors": [payload] * count,
                 "load_format": WEIGHT_PROBE,
                 "flush_cache": False,
+                **ONLY_THE_POLICY,
             }
 
         with self.session(timeout):

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import reductions
 
-from slime.engines.api import WEIGHT_LOADER
+from slime.engines.api import ONLY_THE_POLICY, WEIGHT_LOADER
 from slime.engines.fleet import EngineFleet
 from slime.engines.wire.buckets import (
     Bucket,
@@ -175,6 +175,7 @@ class IpcTransport(Transport):
                 "load_format": WEIGHT_LOADER if self._in_runs else "flattened_bucket",
                 "weight_version": str(version),
                 "flush_cache": False,  # once for all buckets, by `WeightSync`
+                **ONLY_THE_POLICY,
             }
 
         return request

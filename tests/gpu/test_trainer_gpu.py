@@ -3,6 +3,7 @@ as it trains there, and in float32."""
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +137,18 @@ def scored(directory: Path, **flags: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return torch.cat([score.float().cpu() for score in scores]), grads
 
 
+def _has_rotary_kinds() -> bool:
+    """Whether transformers gives OLMo-3's windowed layers rotary frequencies of their own; 5.12
+    gives all layers the scaled ones."""
+    from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
+
+    return "layer_type" in inspect.signature(Olmo3RotaryEmbedding.forward).parameters
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_of_a_gpu_equal_transformers(kind: str, tmp_path: Path) -> None:
+    if kind == "olmo3" and not _has_rotary_kinds():
+        pytest.skip(f"transformers {transformers.__version__} computes another OLMo-3")
     model = save_wide(kind, tmp_path).cuda()
     batch = batch_of(LENGTHS)
     exact = reference_log_probs(model, batch)

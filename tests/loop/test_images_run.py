@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ GRPO = (
 )
 NAMES = ("portrait", "landscape", "square", "other")
 IMAGE_TOKEN = 260
+GROUPS = Path(__file__).parents[1] / "support" / "teacher_groups.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -152,3 +154,31 @@ def test_answers_of_the_data_are_learned_with_images(run: Run, seeing: tuple[obj
     moved = {key for key, one in before.items() if not torch.equal(one, after[key])}
     assert any(key.startswith("model.visual.blocks.") for key in moved)
     assert not any("merger" in key for key in moved)
+
+
+def test_pairs_are_learned_with_images(run: Run, seeing: tuple[object, ...]) -> None:
+    """DPO, and its evaluation; the second epoch knows what the reference has scored."""
+    folder = Path(str(seeing[3])).parent
+    rows = [json.loads(line) for line in Path(str(seeing[3])).read_text().splitlines()]
+    data = folder / "pairs.jsonl"
+    answers = {"chosen": "yes", "rejected": "no"}
+    data.write_text("".join(json.dumps({**row, **answers}) + "\n" for row in rows))
+    flags: list[Any] = ["--loss-type", "preference_loss", "--preference-loss", "dpo"]
+    flags += ["--rollout-batch-size", 8, "--num-epoch", 2, "--lr", "2e-3", "--prompt-data", data]
+    flags += ["--eval-preference-data", data, "--eval-interval", 2]
+    result = run("seeing-dpo", *seeing, *flags)
+    for name in ("train/preference_loss", "eval/preferences/preference_loss"):
+        losses = result.series(name)
+        assert losses[0] == pytest.approx(math.log(2.0), abs=1e-6) and losses[-1] < losses[0]
+    assert result.series("rollout/reference_known")[-1] == 1.0
+
+
+def test_a_teacher_in_an_engine_sees_the_images(run: Run, seeing: tuple[object, ...]) -> None:
+    """It is the policy's first weights: nothing is to be learned in the first step."""
+    flags = ["--use-opd", "--opd-loss", "forward_kl", "--opd-top-k", 5, "--entropy-coef", 1.0]
+    flags += ["--rollout-num-gpus", 2, "--sglang-config", GROUPS, "--num-rollout", 2]
+    result = run("seeing-teacher", *GRPO[:8], *seeing, *flags)
+    apart = result.series("train/opd_loss")
+    assert apart[0] == pytest.approx(0.0, abs=1e-6) and apart[1] > 1e-5
+    assert result.series("rollout/opd_reverse_kl")[0] == pytest.approx(0.0, abs=1e-4)
+    assert result.series("rollout/teacher_requests") == [16.0, 16.0]

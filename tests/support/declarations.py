@@ -37,6 +37,8 @@ PLACES: dict[str, tuple[Part, ...]] = {
     "environments": ("generation",),
     "engines/client.py": ("generation",),
     "engines/router.py": ("router",),
+    # drafts are refused beside what requests ask for
+    "engines/sglang/drafts.py": ("engine", "generation"),
     "models": ("trainer",),
     "observe": ("driver",),
     "observe/recorder.py": ("driver", "samples"),
@@ -240,6 +242,8 @@ def other_than_default(spec: FlagSpec) -> Any:
     chosen = {
         "spec": ("my.layers", "layers"),
         "prefill_num_servers": 1,
+        "rewards_normalization": False,
+        "profile_steps": "0:1",
         "kl_loss_type": "k2",
         "preference_label_smoothing": 0.1,
     }
@@ -264,8 +268,9 @@ def other_than_default(spec: FlagSpec) -> Any:
 
 
 def values_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a configuration of these settings holds, as far as needs look at it."""
-    plain = {name: spec.default for name, spec in all_flags().items()} | {
+    """What a configuration of these settings holds, as far as needs look at it: flags of other
+    programs are there where they are set."""
+    plain = {dest: spec.default for dest, spec in all_flags().items() if not spec.sections} | {
         "rollout_engine": "embedded"
     }
     return plain | dict(settings)

@@ -20,6 +20,7 @@ from slime.checkpoints.load_plan import (
     resolve_load,
     resolve_reference,
     unused_reference,
+    unused_schedule,
 )
 from slime.config import make_config
 from slime.errors import UserError
@@ -126,6 +127,22 @@ def test_a_reference_that_nothing_reads_is_warned_of(
         "--ref-load ref has no effect" in unused_reference(make_config(**flags, ref_load="ref"))
     ) is (is_unused)
     assert unused_reference(make_config(**{"hf_checkpoint": "base", **flags})) == ""
+
+
+def test_settings_of_a_schedule_that_is_not_loaded_are_warned_of(hf: Path, root: Path) -> None:
+    def warning_of(**flags: object) -> str:
+        given = {"load": str(root), "use_checkpoint_opt_param_scheduler": True, **flags}
+        config = make_config(**given, hf_checkpoint=str(hf))
+        return unused_schedule(config, resolve_load(config))
+
+    own = {"save": str(root)}
+    assert warning_of(**own) == "", "the first launch of a run that will resume"
+    complete(root, 3)
+    assert warning_of() == warning_of(**own) == ""
+    said = "--use-checkpoint-opt-param-scheduler has no effect"
+    for flags in ({"finetune": True}, {"no_load_optim": True}, {"load": str(hf)}):
+        assert warning_of(**flags).startswith(said), flags
+    assert warning_of(finetune=True, use_checkpoint_opt_param_scheduler=False) == ""
 
 
 def test_weights_that_are_not_there_are_named_by_the_flag_that_was_given(tmp_path: Path) -> None:

@@ -489,6 +489,16 @@ def test_reference_model() -> None:
     assert make_config(hf_checkpoint="m").checkpoint.ref_load is None
 
 
+def test_a_weight_decay_that_its_schedule_replaces_is_warned_of() -> None:
+    ends = {"start_weight_decay": 0.0, "end_weight_decay": 0.1}
+    flags = {"weight_decay": 0.5, "weight_decay_incr_style": "linear"}
+    (warning,) = make_config(**flags, **ends).warnings
+    assert warning.startswith("--weight-decay 0.5 has no effect: it goes from --start-weight-decay")
+    assert make_config(**flags, start_weight_decay=0.0).megatron.end_weight_decay == 0.5
+    assert make_config(**flags, start_weight_decay=0.0).warnings == ()
+    assert make_config(weight_decay_incr_style="linear", **ends).warnings == ()
+
+
 def test_warning_on_what_the_embedded_engine_cannot_honour() -> None:
     config = make_config(
         sglang_mem_fraction_static=0.8, sglang_disable_cuda_graph=True, router_policy="random"

@@ -199,6 +199,7 @@ def test_an_engine_of_several_ranks(make_run: MakeRun, serve: Serve) -> None:
         ({"abilities": SGLANG.to_json()}, {}, "could not check which weights"),
         ({"pp_size": 2}, {}, "pp_size is 2"),
         ({"disaggregation_mode": "decode"}, {}, "one half of a pair"),
+        ({"speculative_accept_threshold_acc": 0.9}, {}, "accepts drafts that the policy would not"),
     ],
 )
 def test_what_it_was_started_with_does_not_fit(
@@ -310,9 +311,12 @@ def test_flags_that_cannot_be() -> None:
 def test_options_of_engines_that_the_run_does_not_start_are_warned_of() -> None:
     options = {"sglang_mem_fraction_static": 0.8, "sglang_pp_size": 2, "sglang_dtype": "bfloat16"}
     flags: dict[str, Any] = {"rollout_engine": "sglang", **options}
+    flags["rollout_num_gpus_per_engine"] = 2
     external = {"rollout_external_engine_addrs": ("a:1",)}
     [warning] = make_config(**flags, **external, router_policy="random").warnings
-    assert warning.endswith("left out: --sglang-mem-fraction-static, --sglang-pp-size")
+    assert warning.endswith(
+        "left out: --rollout-num-gpus-per-engine, --sglang-mem-fraction-static, --sglang-pp-size"
+    )
     for others in ({**external, "rollout_num_gpus": 2}, {"rollout_num_gpus": 2}):
         assert make_config(**flags, **others).warnings == ()
     [warning] = make_config(**external, embedded_max_slots=3, rollout_engine="embedded").warnings

@@ -16,11 +16,11 @@ from slime.embedded.generate_routes import Answer
 from slime.embedded.images import ImageRequests, SeenImages
 from slime.embedded.scheduler import Scheduler
 from slime.embedded.weight_update import ABILITIES
+from slime.engines.image_canary import ImageCanary
 from slime.errors import UserError
 from slime.models.images import ImageReader
 from slime.models.vision import ImageSpan
 from slime.weights.canary import Canary
-from slime.weights.image_canary import ImageCanary
 from tests.support.embedded_models import make_scheduler, no_adapters, run
 from tests.support.images import IMAGES, save_seeing_with_tokenizer
 from tests.support.trainers import trainer

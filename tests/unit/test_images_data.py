@@ -26,6 +26,7 @@ from slime.models.vision import ImageError, ImageSpan
 from slime.prompts.images import image_prompts
 from slime.prompts.source import make_source
 from slime.prompts.tokenizer import load_tokenizer
+from slime.rollout.preferences import PreferenceEncoder
 from slime.rollout.sft import SftEncoder
 from slime.rollout.validate_rows import validate_data
 from slime.samples.media import Media, media_of, media_problem
@@ -418,6 +419,31 @@ def test_supervised_conversations_have_images(model: Path, tmp_path: Path) -> No
     trained = [token for token, on in zip(one.tokens, mask, strict=True) if on]
     assert "one" in tokenizer.decode(trained) and "two" in tokenizer.decode(trained)
     assert vision.image_token not in trained
+
+
+@pytest.mark.parametrize("templated", [False, True])
+@pytest.mark.parametrize("loss", ["sft_loss", "preference_loss"])
+def test_answers_to_text_for_gemma_have_empty_lines_around_images(
+    loss: str, templated: bool, tmp_path: Path
+) -> None:
+    """Once, wherever the template is applied."""
+    model = save_seeing_with_tokenizer(tmp_path / "model", "gemma3")
+    (tmp_path / "a.png").write_bytes(PICTURES["square"])
+    row = {"input": "<image>?", "label": "one", "chosen": "one", "rejected": "two"}
+    flags: dict[str, Any] = {"loss_type": loss, "n_samples_per_prompt": 1}
+    flags |= {"label_key": "label"} if loss == "sft_loss" else {"preference_loss": "simpo"}
+    data = write(tmp_path, {**row, "images": ["a.png"]})
+    config = config_of(model, data, apply_chat_template=templated, **flags)
+    tokenizer = load_tokenizer(str(model))
+    assert validate_data(config, tokenizer).error is None
+    ((sample,),) = drawn(config)
+    encoder = SftEncoder if loss == "sft_loss" else PreferenceEncoder
+    one = encoder(config, tokenizer).encode(sample)[0]
+    text = str(tokenizer.decode(one.tokens[: one.prompt_length])).replace("<|image_pad|>" * 9, "I")
+    image = "\n\n<|vision_start|>I<|vision_end|>\n\n?"
+    if templated:
+        image = f"<|im_start|>user\n{image}<|im_end|>\n<|im_start|>assistant\n"
+    assert text == image
 
 
 def test_placeholders_in_the_text_itself_are_refused(model: Path) -> None:

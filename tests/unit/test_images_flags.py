@@ -38,7 +38,6 @@ from tests.support.tiny_models import save_tiny
 @pytest.mark.parametrize(
     "flags",
     [
-        {"loss_type": "preference_loss"},
         {
             "num_virtual_stages_per_pipeline_rank": 2,
             "pipeline_model_parallel_size": 2,

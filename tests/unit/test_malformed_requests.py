@@ -6,9 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import threading
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,42 +18,13 @@ from benchmarks.watched_runs import make_run
 from slime.agents.endpoint import AgentEndpoint
 from slime.embedded import control_routes, generate_routes, openai_routes
 from slime.embedded.options import EngineOptions
-from slime.embedded.server import application, load
-from slime.http_access import EngineAccess
 from slime.page import server as watch
-from slime.processes.host import bind
 from tests.support.agents import Play
 from tests.support.embedded_models import save_tiny_model
 from tests.support.malformed import ODD, Request, post, requests, status_of
+from tests.support.served import served, served_engine
 
 PROMPT = [72, 101, 108, 108, 111]
-
-
-@contextmanager
-def served(build: Callable[[], Coroutine[Any, Any, web.Application]]) -> Iterator[str]:
-    """The URL of an application that a thread serves."""
-    loop = asyncio.new_event_loop()
-    listener = bind("127.0.0.1", 0)
-    runners: list[web.AppRunner] = []
-
-    async def begin() -> None:
-        runners.append(
-            web.AppRunner(
-                await build(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
-            )
-        )
-        await runners[0].setup()
-        await web.SockSite(runners[0], listener).start()
-
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    asyncio.run_coroutine_threadsafe(begin(), loop).result(120)
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        asyncio.run_coroutine_threadsafe(runners[0].cleanup(), loop).result(30)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(30)
 
 
 # -- the embedded engine ---------------------------------------------------------------------------
@@ -67,13 +36,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     options = EngineOptions(
         str(model), dtype="float32", device="cpu", max_slots=4, max_context_len=64
     )
-
-    async def build() -> web.Application:
-        loading = asyncio.create_task(load(options, asyncio.get_running_loop(), asyncio.Event()))
-        await loading
-        return application(loading, EngineAccess(on_loopback=True))
-
-    with served(build) as url:
+    with served_engine(options) as url:
         yield url
 
 

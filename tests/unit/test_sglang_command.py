@@ -166,11 +166,7 @@ ON_DISK = {"update_weight_transport": "disk", "update_weight_disk_dir": "weights
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (
-            {"sglang_speculative_algorithm": "EAGLE"},
-            "--sglang-speculative-algorithm EAGLE cannot follow",
-        ),
-        (ON_DISK | {"sglang_speculative_algorithm": "NGRAM"}, "NGRAM does not go with .* disk"),
+        ({"sglang_speculative_algorithm": "DFLASH"}, "DFLASH was not tried"),
         ({"sglang_pp_size": 2, "rollout_num_gpus_per_engine": 2}, "--sglang-pp-size 2"),
         ({"sglang_dp_size": 2}, r"--sglang-dp-size 2 cannot take .* without DP attention"),
         ({"sglang_disaggregation_mode": "prefill"}, "--sglang-disaggregation-mode prefill"),
@@ -179,10 +175,6 @@ ON_DISK = {"update_weight_transport": "disk", "update_weight_disk_dir": "weights
 def test_what_cannot_work_is_refused_by_name(flags: dict[str, Any], expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         sglang_command(config_of(**flags), "m", "h", 1)
-
-
-def test_drafts_without_weights_are_accepted() -> None:
-    assert parsed(sglang_speculative_algorithm="NGRAM").speculative_algorithm == "NGRAM"
 
 
 def test_versions_that_ran_on_no_gpu_are_told_once(
@@ -318,9 +310,9 @@ def test_an_engine_over_two_nodes_has_a_part_on_each() -> None:
         ([{"num_gpus": 2, "overrides": {"port": 1}}], {}, "cannot override port"),
         ([{"num_gpus": 2, "overrides": {"no_such": 1}}], {}, "SGLang 0.5.16 does not have"),
         (
-            [{"num_gpus": 2, "overrides": {"speculative-algorithm": "EAGLE"}}],
+            [{"num_gpus": 2, "overrides": {"speculative-algorithm": "EAGLE3"}}],
             {},
-            "group 0 .* EAGLE, which cannot",
+            "group 0 .* EAGLE3, which needs a draft model",
         ),
         (
             [{"num_gpus": 2, "overrides": {"pp_size": 2}}],

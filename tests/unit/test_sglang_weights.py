@@ -34,6 +34,8 @@ from tests.support.trainer_ranks import Pools
 
 pytestmark = pytest.mark.usefixtures("sglang_stand_in")
 
+#: The stand-in refuses tensors that would reach its draft.
+DRAFT = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "draft"}
 WORDS = {"rollout_engine": "sglang", "fp32": True, "rollout_batch_size": 4, "num_rollout": 1}
 
 
@@ -50,8 +52,8 @@ def config_of(model_dir: Path, **flags: object) -> Config:
 def servers(
     model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[FakeSGLang]]:
-    """One engine of one rank, one of two."""
-    places = EnginePlace(number=0), EnginePlace(number=1, num_gpus=2)
+    """One engine of one rank, one of two with a draft model."""
+    places = EnginePlace(number=0), EnginePlace(number=1, num_gpus=2, overrides=DRAFT)
     with fake_sglang(
         config_of(model_dir, colocate=True), model_dir, tmp_path_factory.mktemp("log"), *places
     ) as found:
@@ -114,10 +116,11 @@ def test_a_push_arrives_and_is_proved(
 
 @pytest.fixture(scope="module")
 def newer(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeSGLang]:
-    """SGLang 0.5.23 with two ranks: sessions, and groups instead of numbers of ranks."""
+    """SGLang 0.5.23 with two ranks: sessions, groups instead of numbers of ranks, and a draft that
+    takes broadcasts."""
     config = config_of(model_dir, colocate=True)
     folder = tmp_path_factory.mktemp("newer")
-    place = EnginePlace(num_gpus=2)
+    place = EnginePlace(num_gpus=2, overrides=DRAFT)
     with fake_sglang(config, model_dir, folder, place, FAKE_SGLANG_VERSION="0.5.23") as [server]:
         yield server
 

@@ -115,6 +115,7 @@ def test_reused_log_probs_are_those_of_a_pass_of_their_own(backend: MegatronBack
             1,
             False,
         ),
+        ({"custom_megatron_before_log_prob_hook_path": "a.b"}, 1, False),
         ({"use_rollout_logprobs": True}, 3, True),
         ({"loss_type": "sft_loss"}, 3, True),
     ],

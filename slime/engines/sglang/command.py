@@ -27,6 +27,7 @@ from slime.engines.launch import (
     LaunchSpec,
 )
 from slime.engines.model_groups import GroupRules
+from slime.engines.sglang.drafts import check_drafts, draft_model, draft_options
 from slime.engines.sglang.versions import check_version, installed_version
 from slime.errors import UserError
 from slime.models import family_of
@@ -63,9 +64,6 @@ _KV_BYTES = {"fp8_e5m2": 1, "fp8_e4m3": 1, "fp4_e2m1": 0.5}
 _RUNNERS_WITH_ADAPTERS = ("triton", "marlin")
 #: Kernels that support prefills which need only few rows of the output layer.
 _BACKENDS_OF_HEAD = ("csgmv", "triton")
-
-#: Algorithms that draft without trained weights, so a push need not update a draft model.
-_DRAFTS_WITHOUT_WEIGHTS = ("NGRAM",)
 
 
 def sglang_command(
@@ -258,24 +256,7 @@ def check_pushes(config: Config, options: Mapping[str, Any], where: str = "") ->
     Raises:
         UserError: names the option.
     """
-    algorithm = options.get("speculative_algorithm")
-    if algorithm is not None and str(algorithm).upper() not in _DRAFTS_WITHOUT_WEIGHTS:
-        raise UserError(
-            f"{_named('speculative_algorithm', options, where)} cannot follow the weights of a "
-            "training run",
-            why="its draft model is no part of what the trainer trains, so that no push would "
-            "update it, and fewer and fewer of its drafts would be accepted",
-            fix="use NGRAM, which drafts without weights (--sglang-speculative-algorithm NGRAM), "
-            "or leave it out",
-        )
-    if algorithm is not None and config.sync.update_weight_transport == "disk":
-        raise UserError(
-            f"{_named('speculative_algorithm', options, where)} does not go with "
-            "--update-weight-transport disk",
-            why="SGLang's drafter also reads the files, although it has no weights, and crashes",
-            fix="leave one of the two out; pushes by handles (--colocate) and broadcasts go well "
-            "with it",
-        )
+    check_drafts(config, options, lambda option: _named(option, options, where))
     if int(options.get("tokenizer_worker_num") or 1) > 1:
         raise UserError(
             f"{_named('tokenizer_worker_num', options, where)} cannot require the run's key",
@@ -360,9 +341,13 @@ def sglang_options(
     config: Config, model_path: str, host: str, port: int, place: EnginePlace
 ) -> dict[str, Any]:
     """Return all options by name: the user's, those of the server group, then ours."""
-    given = {**config.engine.sglang, **place.overrides}
-    stages = int(given.get("pp_size") or 1)
     is_policy = place.model_path is None
+    given = {**config.engine.sglang, **place.overrides}
+    if not is_policy:  # the command line's draft is the policy's
+        for option in config.engine.sglang.keys() - place.overrides.keys():
+            if option.startswith("speculative_"):
+                del given[option]
+    stages = int(given.get("pp_size") or 1)
     ours: dict[str, Any] = {
         "model_path": place.model_path or model_path,
         "host": host,
@@ -397,7 +382,7 @@ def sglang_options(
     if is_policy:
         of_adapters, their_defaults = adapter_options(config, given)
         ours |= of_adapters
-        defaults |= their_defaults
+        defaults |= their_defaults | draft_options(config, given)
     if config.rollout.deterministic:
         defaults["enable_deterministic_inference"] = True
     if config.train.use_rollout_routing_replay and is_policy:
@@ -431,6 +416,7 @@ def sglang_footprint(config: Config) -> EngineFootprint:
     replicas = int(options.get("dp_size") or 1) if options.get("enable_dp_attention") else 1
     element = 4 if dtype_of(config) in ("float32", "float") else 2
     fraction = options.get("mem_fraction_static")
+    draft = draft_model(config)
     return EngineFootprint(
         tensor=tensor,
         pipeline=pipeline,
@@ -444,6 +430,7 @@ def sglang_footprint(config: Config) -> EngineFootprint:
         fraction_option="--sglang-mem-fraction-static",
         # the base takes one place
         adapters_at_once=int(options.get("max_loras_per_batch") or 1 + RESIDENT_ADAPTERS),
+        draft=draft.nbytes / tensor if draft is not None else 0.0,
     )
 
 

@@ -6,6 +6,7 @@ from slime import deadlines
 from slime.engines.kinds import EngineKind
 from slime.engines.model_groups import served_models
 from slime.engines.sglang import command as sglang
+from slime.engines.sglang.drafts import draft_model
 from slime.engines.sglang.model_faults import check_model, check_transposed_experts
 from slime.engines.sglang.versions import check_installed
 
@@ -19,6 +20,7 @@ KIND = EngineKind(
     check_flags=sglang.check_sglang,
     check_model=check_model,
     check_transposed_experts=check_transposed_experts,
+    draft_model=draft_model,
     check_installed=check_installed,
     reads_generation_config=True,
     tool_call_words=lambda parser: ("--tool-call-parser", parser),

@@ -20,6 +20,11 @@ _UPDATE_SESSIONS = (0, 5, 21)
 _ADAPTERS_BY_RANK = (0, 5, 17)
 #: Its first version that computes images of hybrid models (Qwen3.5) with all rows of positions.
 SEES_IN_HYBRIDS = (0, 5, 19)
+#: Its thresholds below which a draft token is accepted that the policy would not have sampled.
+ACCEPT_THRESHOLDS = (
+    "speculative_accept_threshold_single",
+    "speculative_accept_threshold_acc",
+)
 #: Its flags that move experts to other places than their numbers.
 _MOVES_EXPERTS = ("enable_eplb", "ep_num_redundant_experts")
 
@@ -52,6 +57,7 @@ class Abilities:
             if both forms can be loaded.
         adapts_lone_queries: an adapter of ``q_proj`` can be loaded if the layer has no ``k_proj``
             and ``v_proj`` (latent attention).
+        samples_exactly: every token is sampled from the policy's distribution.
         sees_in_hybrids: it computes image positions correctly in models with gated delta nets.
         sees_both_ways: tokens of an image always attend to each other in both directions, if the
             model wants that.
@@ -75,6 +81,7 @@ class Abilities:
     adapters_at_once: int = 0
     shares_outer_experts: bool | None = None
     adapts_lone_queries: bool = True
+    samples_exactly: bool = True
     sees_in_hybrids: bool = True
     sees_both_ways: bool = True
 
@@ -127,6 +134,7 @@ def _from_sglang_arguments(info: Mapping[str, Any]) -> Abilities:
         quantises=weights not in (None, "", "unquant"),
         coarse_cache=(info.get("kv_cache_dtype") or "auto") not in ("auto", "bf16", "bfloat16"),
         num_ranks=int(info.get("tp_size") or 1),
+        samples_exactly=all(float(info.get(name) or 1.0) >= 1.0 for name in ACCEPT_THRESHOLDS),
         sees_in_hybrids=sglang_sees_in_hybrids(str(info.get("version"))),
         **_adapters_of_sglang(info),
     )

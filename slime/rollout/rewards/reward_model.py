@@ -3,6 +3,7 @@ output) scores each sample, in this process on the CPU.
 
 A model with the policy's vocabulary scores a sample's tokens, and plain text stays plain. A model
 with another vocabulary gets the conversation through its own chat template, as in its training.
+Samples with images need the policy's vocabulary, and a model that sees images.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from slime.errors import UserError
 from slime.files import read_object
 from slime.log import get_logger
 from slime.prompts.chat_template import render_prompt, template_form
+from slime.prompts.images import ImagePrompts, bytes_of, image_prompts, sees_images
 from slime.prompts.sft_encoding import SftEncoding
 from slime.prompts.tokenizer import end_token_ids, load_tokenizer, with_opening
+from slime.samples.media import media_of
 from slime.samples.types import Sample
 
 logger = get_logger(__name__)
@@ -31,11 +34,13 @@ NAME = "reward_model"
 _CLASSIFIER = "ForSequenceClassification"
 
 
-def check_directory(path: str | None) -> None:
+def check_directory(path: str | None, *, images: bool = False) -> None:
     """Check that ``path`` is the directory of a reward model.
 
+    Args:
+        images: samples have images.
     Raises:
-        UserError: it is missing, or holds no reward model.
+        UserError: it is missing, holds no reward model, or one that sees no images.
     """
     fix = (
         "pass --rm-path with the model/ of a run with --preference-loss reward_model, or another "
@@ -54,6 +59,13 @@ def check_directory(path: str | None) -> None:
             why=f"config.json says architectures {made} and {outputs} labels",
             fix=fix,
         )
+    if images and not sees_images(Path(path)):
+        raise UserError(
+            f"--rm-path {path} is a reward model that sees no images, and --multimodal-keys is set",
+            why="it would read the placeholders of images as text",
+            fix="train a reward model of a family that sees images, with --multimodal-keys, or use "
+            "another reward",
+        )
 
 
 class RewardModelScorer:
@@ -67,9 +79,10 @@ class RewardModelScorer:
     """
 
     def __init__(self, path: str, config: Config) -> None:
-        check_directory(path)
+        check_directory(path, images=bool(config.images.multimodal_keys))
         self._path = path
         self._config = config
+        self._images: ImagePrompts | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
         self._model: Any = None
         self._encoding: SftEncoding
@@ -80,7 +93,8 @@ class RewardModelScorer:
         """The reward of a sample.
 
         Raises:
-            UserError: the reward model's template cannot render the prompt.
+            UserError: the reward model's template cannot render the prompt, or the model cannot
+                read the images.
         """
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, sample)
 
@@ -94,7 +108,43 @@ class RewardModelScorer:
             self._load()
         tokens = torch.tensor([list(self.tokens_of(sample))])
         with torch.no_grad():
-            return float(self._model(tokens).logits[0, 0])
+            return float(self._model(tokens, **self._seen(sample)).logits[0, 0])
+
+    def _seen(self, sample: Sample) -> dict[str, Any]:
+        """Return the images of a sample as arguments of the model.
+
+        Raises:
+            UserError: the model cannot read them.
+        """
+        import torch
+
+        media = media_of(sample.multimodal_inputs, sample.multimodal_train_inputs)
+        if not media:
+            return {}
+        if self._images is None or not self._shares_vocabulary:
+            raise UserError(
+                f"the reward model {self._path} cannot score the images of sample {sample.index}",
+                why="it sees none, or has another vocabulary than the policy",
+                fix="use a reward model of the policy's family, trained with --multimodal-keys",
+            )
+        vision = self._images.vision
+        found = [self._images.reader.read(bytes_of(one.reference)) for one in media]
+        own = [vision.size_in_tokens(image.grid) for image in found]
+        if own != [(one.span.rows, one.span.columns) for one in media]:
+            raise UserError(
+                f"the reward model {self._path} prepares images of sample {sample.index} in other "
+                "sizes than the policy",
+                why="their preprocessor_config.json differ",
+                fix="use the policy's file in both directories",
+            )
+        kinds = torch.zeros((1, len(sample.tokens)), dtype=torch.int)
+        for one in media:
+            kinds[0, one.span.start : one.span.end] = 1
+        pixels = torch.cat([image.pixels for image in found])
+        if not vision.kind.has_axes:
+            return {"pixel_values": pixels, "token_type_ids": kinds}
+        grids = torch.tensor([image.grid for image in found])
+        return {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": kinds}
 
     def tokens_of(self, sample: Sample) -> Sequence[int]:
         """Return the tokens to score; the reward is read at the last one.
@@ -102,7 +152,8 @@ class RewardModelScorer:
         Raises:
             UserError: the prompt does not fit the reward model's template.
         """
-        if self._shares_vocabulary and sample.tokens and sample.response_length:
+        is_whole = sample.response_length or sample.multimodal_inputs
+        if self._shares_vocabulary and sample.tokens and is_whole:
             return sample.tokens
         prompt = sample.prompt
         if self._config.data.apply_chat_template and not self._shares_vocabulary:
@@ -151,6 +202,8 @@ class RewardModelScorer:
         self._shares_vocabulary = policy is None or load(policy).get_vocab() == own
         model = AutoModelForSequenceClassification.from_pretrained(self._path, dtype=torch.float32)
         self._model = model.eval()
+        if self._config.images.multimodal_keys:
+            self._images = image_prompts(self._path, self._config.images.image_max_pixels)
         logger.info(
             "reward model: %s, which scores %s",
             self._path,

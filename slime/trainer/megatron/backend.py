@@ -42,6 +42,7 @@ from slime.checkpoints.peft_files import fitted, read_adapter
 from slime.checkpoints.quantised_reader import QuantisedReader
 from slime.checkpoints.resuming import agreed_plan
 from slime.checkpoints.trainer_state import TrainerState
+from slime.engines.image_canary import ImageCanary
 from slime.models import family_of, table_of
 from slime.models.adapters import AdapterConfig, adapter_family
 from slime.models.quantised import Quantisation
@@ -79,7 +80,6 @@ from slime.trainer.role import (
 )
 from slime.trainer.update import ByPosition, Update, evaluate, update
 from slime.weights.canary import canary_tokens
-from slime.weights.image_canary import ImageCanary
 from slime.weights.source import collect_adapters, save_hf, save_reward_model
 
 logger = get_logger(__name__)
@@ -592,7 +592,7 @@ class MegatronBackend(TrainerProcess):
         """Let a teacher score its samples; see `slime.trainer.update.Trainer`. Collective."""
         flags = self.config.distillation
         # the teacher may have another prompt than the policy
-        seen = with_teacher_prompts(batch)
+        seen = with_teacher_prompts(batch, self.spec.vision)
         micro_batches = [
             [i for i in samples if batch.teachers[i] == name]
             for step in batch.steps
@@ -622,7 +622,7 @@ class MegatronBackend(TrainerProcess):
         if source == SELF:  # its weights change
             return
         tokens = canary_tokens(self.spec.vocab_size, _TEACHER_CANARY)
-        found = torch.tensor(self._score_canary(tokens, self._score_options(False)) or [])
+        found = torch.tensor(self._score_canaries(tokens, self._score_options(False)) or [])
         first = self._teacher_canaries.setdefault(name, found)
         if first is found and self.ranks.is_reporting:
             logger.info(
@@ -668,16 +668,22 @@ class MegatronBackend(TrainerProcess):
         quantised = None if plain else self.engine_weights
         off = adapters.without_adapters(self.pushed_chunks) if base else nullcontext()
         options = self._score_options(False) | {"temperature": 1.0}
-        images = ImageCanary.of(self.config, tokens) if self.images is not None else None
         with off, quantised.swapped_in() if quantised else nullcontext():
-            found = self._score_canary(tokens, options)
-            if images is None:
-                return found
-            for picture in images.pictures:
-                media = {"media": [images.media], "images": {"canary": picture}}
-                own = self._score_canary(images.tokens, options, **media)
-                if found is not None and own is not None:
-                    found += images.chosen(own)
+            return self._score_canaries(tokens, options)
+
+    def _score_canaries(self, tokens: list[int], options: dict[str, Any]) -> list[float] | None:
+        """Return log-probs of ``tokens[1:]`` with the current weights, and of a model that sees
+        images those of tokens around test images; None on ranks without output layer.
+        Collective."""
+        found = self._score_canary(tokens, options)
+        images = ImageCanary.of(self.config, tokens) if self.images is not None else None
+        if images is None:
+            return found
+        for picture in images.pictures:
+            media = {"media": [images.media], "images": {"canary": picture}}
+            own = self._score_canary(images.tokens, options, **media)
+            if found is not None and own is not None:
+                found += images.chosen(own)
         return found
 
     def _score_canary(

@@ -108,8 +108,16 @@ class SGLangUpdater:
                 "update_weights must run between begin_weight_update() and end_weight_update()"
             )
 
+    def _spare_draft(self, body: Mapping[str, Any]) -> None:
+        """SGLang would load the tensors into its draft model, too."""
+        newer = RELEASE >= (0, 5, 21)
+        spared = body.get("selector") == "target" if newer else body.get("disable_draft_model")
+        if self.args.speculative_draft_model_path and not spared:
+            raise WeightError("the draft model would take the policy's tensors")
+
     def from_tensor(self, own: WeightUpdater, body: Mapping[str, Any]) -> str:
         self._check_session()
+        self._spare_draft(body)
         payloads, load_format = body["serialized_named_tensors"], body.get("load_format")
         assert len(payloads) == self.args.tp_size, (
             f"{len(payloads)} payloads for {self.args.tp_size} ranks"
@@ -202,6 +210,8 @@ class SGLangUpdater:
         if group_name not in self.groups:
             raise WeightError(f"Group {group_name} not in {list(self.groups)}.")
         self._check_session()
+        if RELEASE >= (0, 5, 21):  # before, drafts took no broadcasts
+            self._spare_draft(body)
         entries = entries_of(body["names"], body["dtypes"], body["shapes"])
         assert body.get("load_format") == "flattened_bucket"
         self._check_open(own)

@@ -98,9 +98,8 @@ class ImageCanary:
 
     def body(self, picture: bytes) -> dict[str, Any]:
         """Return the request for log-probs with one of the pictures."""
-        image = base64.b64encode(picture).decode("ascii")
         tokens = [*self.tokens[: self.span.start + 1], *self.tokens[self.span.end :]]
-        return {**scoring_request(tokens), "image_data": [image]}
+        return {**scoring_request(tokens), "image_data": [in_base64(picture)]}
 
     def is_about_it(self, told: Sequence[Any]) -> bool:
         """Tell whether an engine's answer has these tokens. Engines may use other ids for
@@ -124,8 +123,8 @@ class ImageCanary:
         Raises:
             UserError: the trainer's or an engine's do not depend on the picture.
         """
-        effects = {"the trainer": self._effect(expected)}
-        effects |= {f"engine {url}": self._effect(own) for url, own in said.items()}
+        effects = {"the trainer": self.effect(expected)}
+        effects |= {f"engine {url}": self.effect(own) for url, own in said.items()}
         for who, effect in effects.items():
             if effect == 0:
                 raise UserError(
@@ -137,11 +136,21 @@ class ImageCanary:
                 )
         return min(effects.values())
 
-    def _effect(self, both: Sequence[float]) -> float:
+    def effect(self, both: Sequence[float]) -> float:
+        """Return the mean difference between the log-probs after the two pictures.
+
+        Args:
+            both: `chosen` of both pictures in turn.
+        """
         half = len(both) // 2
         own = len(self.tokens) - self.span.end
         behind = zip(both[half - own : half], both[len(both) - own :])
         return statistics.fmean(abs(a - b) for a, b in behind)
+
+
+def in_base64(picture: bytes) -> str:
+    """Return a picture as requests carry it."""
+    return base64.b64encode(picture).decode("ascii")
 
 
 def _picture(number: int) -> bytes:
