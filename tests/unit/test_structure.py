@@ -28,7 +28,7 @@ BUDGETS = {
     "algorithms": 1_410,  # four estimators, sampling masks, divergences, formulas for the docs
     "checkpoints": 4_920,  # MXFP4, reward models, names of PEFT, adapters of a critic
     "cli": 2_785,  # plan, launch, compare, images in a chat, flags and adapters without effect
-    "cluster": 4_890,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
+    "cluster": 4_900,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
     "compat": 1_375,
     "config": 6_060,  # preferences, images, kept weights, flags and options without effect
     "diagnosis": 4_600,  # attention within images
