@@ -21,7 +21,7 @@ from types import FrameType, TracebackType
 
 from slime import __version__
 from slime.cli import ENTRIES
-from slime.errors import UserError
+from slime.errors import UserError, is_debugging
 from slime.processes.owner import leave_what_hangs, something_hangs
 from slime.redact import redact_text
 
@@ -126,10 +126,7 @@ def _interruptible() -> Iterator[None]:
         print("interrupted", file=sys.stderr, flush=True)
         os._exit(128 + number)
 
-    is_ours = (
-        threading.current_thread() is threading.main_thread()
-        and os.environ.get("SLIME_DEBUG") != "1"
-    )
+    is_ours = threading.current_thread() is threading.main_thread() and not is_debugging()
     before = signal.getsignal(signal.SIGINT)
     if not is_ours or before is not signal.default_int_handler:
         yield
@@ -184,37 +181,35 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
 def _status_of(action: Callable[[], int]) -> int:
     try:
         return action()
-    except UserError as error:
-        if os.environ.get("SLIME_DEBUG") == "1":
-            raise
-        # from a Ray actor comes a subclass of UserError, whose str() is the remote traceback
-        print(
-            "error: " + redact_text("\n".join([UserError.__str__(error), *_notes(error)])),
-            file=sys.stderr,
-        )
-        return error.exit_status
     except BrokenPipeError:
         # the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except OSError as error:
-        if error.errno not in _OF_THE_DISK or os.environ.get("SLIME_DEBUG") == "1":
+    except (UserError, OSError, ModuleNotFoundError) as error:
+        shown = _as_user_error(error)
+        if shown is None or is_debugging():
             raise
-        what, fix = _OF_THE_DISK[error.errno]
-        lines = [f"{what}: {OSError.__str__(error)}", f"  fix: {fix}"]
-        print("error: " + "\n".join([*lines, *_notes(error)]), file=sys.stderr)
-        return UserError.exit_status
-    except ModuleNotFoundError as error:
-        missing = _not_installed(error)
-        if missing is None or os.environ.get("SLIME_DEBUG") == "1":
-            raise
-        print(f"error: {missing}", file=sys.stderr)
-        return UserError.exit_status
+        # from a Ray actor comes a subclass of UserError, whose str() is the remote traceback
+        text = redact_text("\n".join([UserError.__str__(shown), *_notes(error)]))
+        print(f"error: {text}", file=sys.stderr)
+        return shown.exit_status
     except KeyboardInterrupt as error:
-        if os.environ.get("SLIME_DEBUG") == "1":
+        if is_debugging():
             raise
         print("interrupted", file=sys.stderr)
         return 128 + next(iter(error.args), signal.SIGINT)  # SIGQUIT also raises it
+
+
+def _as_user_error(error: UserError | OSError | ModuleNotFoundError) -> UserError | None:
+    """Return an error that the user can fix, with cause and remedy; None: it is a defect."""
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error, ModuleNotFoundError):
+        return _not_installed(error)
+    if error.errno not in _OF_THE_DISK:
+        return None
+    what, fix = _OF_THE_DISK[error.errno]
+    return UserError(f"{what}: {OSError.__str__(error)}", fix=fix)
 
 
 def _not_installed(error: ModuleNotFoundError) -> UserError | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -68,6 +70,32 @@ def several(errors: Sequence[UserError]) -> UserError:
     combined = UserError("\n".join(lines))
     combined.errors = tuple(distinct)
     return combined
+
+
+def is_debugging() -> bool:
+    """Whether ``SLIME_DEBUG`` is set, to anything but 0: errors have tracebacks, and logs are at
+    level DEBUG."""
+    return os.environ.get("SLIME_DEBUG", "0") not in ("", "0")
+
+
+def first_few(names: Sequence[object], most: int = 4, between: str = ", ") -> str:
+    """List names for a message, and count those beyond ``most``.
+
+    Example:
+        >>> first_few(["a", "b", "c", "d"], 2)
+        'a, b and 2 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return between.join(map(str, names[:most])) + more
+
+
+def contents_of(folder: Path) -> str:
+    """List the first names in a folder for a message; "nothing" if there are none."""
+    try:
+        names = sorted(entry.name for entry in folder.iterdir())
+    except OSError:
+        names = []
+    return first_few(names, 10) or "nothing"
 
 
 class RunFailed(UserError):

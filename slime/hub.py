@@ -154,7 +154,7 @@ def _fetch(name: str, kind: str, download: Callable[..., str]) -> Path:
 
     why_not = _why_not_reached()
     if why_not is None:
-        logger.info("%s %s: from the hub, what is not here yet", kind, name)
+        logger.info("%s %s: missing files come from the hub", kind, name)
     with _hub_errors(name):
         try:
             return Path(download(local_files_only=why_not is not None))

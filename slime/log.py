@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from slime.errors import UserError
+from slime.errors import UserError, is_debugging
 from slime.processes import stacks
 from slime.redact import Redacting, redact_text, remember
 
@@ -91,13 +91,12 @@ def untold() -> list[str]:
 
 
 def log_level(level: str | None = None) -> int:
-    """The numeric level: DEBUG if ``SLIME_DEBUG`` is set (to anything but 0), else ``level``, else
-    INFO.
+    """The numeric level: DEBUG if `is_debugging`, else ``level``, else INFO.
 
     Raises:
         UserError: there is no such level.
     """
-    if os.environ.get("SLIME_DEBUG", "0") not in ("", "0"):
+    if is_debugging():
         return logging.DEBUG
     name = (level or "INFO").upper()
     if name not in _LEVELS:

@@ -28,6 +28,7 @@ from slime.prompts.chat_template import (
     render_messages,
     special_tokens,
     takes_any_order,
+    template_source,
     without_repeated_end,
 )
 from slime.prompts.conversation import Messages, read_messages
@@ -110,7 +111,7 @@ def only_functions(body: Mapping[str, Any], kinds: Collection[str | None]) -> li
     own = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") in kinds]
     if len(own) < len(tools):
         left_out = len(tools) - len(own)
-        logger.debug("an agent's tools that are no functions are left out: %d", left_out)
+        logger.debug("an agent's tools that are not functions are left out: %d", left_out)
     return own
 
 
@@ -223,9 +224,8 @@ class Speech:
             family: `slime.models.family_name`, which decides the tool-call format if the template
                 does not.
         """
-        found = getattr(tokenizer, "chat_template", None)
-        template = "\n".join(found.values()) if isinstance(found, dict) else found
-        calls = tool_format(template or None, family)
+        template = template_source(tokenizer) or None
+        calls = tool_format(template, family)
         return Speech(tokenizer, calls, reasoning_format(template), end_tokens, images)
 
     # -- messages to tokens ------------------------------------------------------------------------

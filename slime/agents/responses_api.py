@@ -67,7 +67,6 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
         stream=optional(body, "stream", FLAG, False),
         api="responses",
         options={
-            "history": history,
             "previous": body.get("previous_response_id"),
             "instructions": instructions or None,
         },
@@ -75,26 +74,27 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
 
 
 def _history(previous: str, session: AgentSession) -> Messages:
-    """Return the messages up to the end of an earlier response, without its instructions."""
+    """Return the messages of an earlier request and its response, without the instructions, which
+    hold for one request."""
     if not previous:
         return []
     for turn in session.tree.turns:
         if _PREFIX + turn.id == previous:
-            return [
-                *turn.ask.messages[bool(turn.ask.options.get("instructions")) :],
-                turn.reading.message(),
-            ]
+            messages = turn.ask.messages
+            if turn.ask.options.get("instructions"):
+                messages = messages[1:]  # the system message that they were made into
+            return [*messages, turn.reading.message()]
     raise BadRequest(f"there is no response {previous!r} of this sample", "previous_response_id")
 
 
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Return the tools in the form of chat completions."""
-    functions = only_functions(body, ("function",))
     fields = ("name", "description", "parameters")
-    shapes = [
-        {name: tool[name] for name in fields if tool.get(name) is not None} for tool in functions
+    functions = [
+        {name: tool[name] for name in fields if tool.get(name) is not None}
+        for tool in only_functions(body, ("function",))
     ]
-    return [{"type": "function", "function": shape} for shape in shapes] or None
+    return [{"type": "function", "function": function} for function in functions] or None
 
 
 def _messages(items: list[Any], session: AgentSession) -> Messages:
@@ -118,7 +118,7 @@ def _messages(items: list[Any], session: AgentSession) -> Messages:
 
 
 def whole(turn: Turn) -> dict[str, Any]:
-    """Return the answer as one object."""
+    """Return the answer as one object, for a request without ``stream``."""
     return _response(turn, _items(turn), _status(turn))
 
 
@@ -126,37 +126,37 @@ def events(turn: Turn) -> Iterator[bytes]:
     """Yield the answer as a stream."""
     number = -1
 
-    def say(kind: str, **fields: Any) -> bytes:
+    def frame(kind: str, **fields: Any) -> bytes:
         nonlocal number
         number += 1
         return event({"type": kind, "sequence_number": number, **fields}, kind)
 
     begun = _response(turn, [], "in_progress")
-    yield say("response.created", response=begun)
-    yield say("response.in_progress", response=begun)
+    yield frame("response.created", response=begun)
+    yield frame("response.in_progress", response=begun)
     for index, item in enumerate(_items(turn)):
         at = {"output_index": index, "item_id": item["id"]}
         blank: dict[str, Any] = (
             {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         )
         started = item | blank | {"status": "in_progress"}
-        yield say("response.output_item.added", output_index=index, item=started)
+        yield frame("response.output_item.added", output_index=index, item=started)
         if item["type"] == "function_call":
-            yield say("response.function_call_arguments.delta", **at, delta=item["arguments"])
+            yield frame("response.function_call_arguments.delta", **at, delta=item["arguments"])
             done = {"name": item["name"], "arguments": item["arguments"]}
-            yield say("response.function_call_arguments.done", **at, **done)
+            yield frame("response.function_call_arguments.done", **at, **done)
         else:
             (part,) = item["content"]
             kind = f"response.{part['type']}"
             more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
             at["content_index"] = 0
-            yield say("response.content_part.added", **at, part=part | {"text": ""})
-            yield say(f"{kind}.delta", **at, delta=part["text"], **more)
-            yield say(f"{kind}.done", **at, text=part["text"], **more)
-            yield say("response.content_part.done", **at, part=part)
-        yield say("response.output_item.done", output_index=index, item=item)
+            yield frame("response.content_part.added", **at, part=part | {"text": ""})
+            yield frame(f"{kind}.delta", **at, delta=part["text"], **more)
+            yield frame(f"{kind}.done", **at, text=part["text"], **more)
+            yield frame("response.content_part.done", **at, part=part)
+        yield frame("response.output_item.done", output_index=index, item=item)
     last = whole(turn)
-    yield say(f"response.{last['status']}", response=last)
+    yield frame(f"response.{last['status']}", response=last)
 
 
 def _status(turn: Turn) -> str:
@@ -210,7 +210,7 @@ def _response(turn: Turn, output: list[dict[str, Any]], status: str) -> dict[str
         "parallel_tool_calls": True,
         "tool_choice": "auto",
         "text": {"format": {"type": "text"}},
-        "instructions": ask.options["instructions"] or None,
+        "instructions": ask.options["instructions"],
         "previous_response_id": ask.options["previous"],
         "temperature": None,
         "top_p": None,

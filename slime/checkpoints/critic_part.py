@@ -22,8 +22,8 @@ from slime.checkpoints.directory import (
 )
 from slime.errors import UserError
 
-#: Newest parts that are kept when another is written: with --async-save, the policy may not have
-#: taken the previous part yet.
+#: Number of parts that are kept when another is written, the newest: with --async-save, the policy
+#: may not have taken the previous part yet.
 KEPT_PARTS = 2
 
 
@@ -32,13 +32,13 @@ def critic_root(root: Path) -> Path:
     return root / f".{CRITIC}"
 
 
-def discard_critic(root: Path, iteration: int) -> None:
+def discard_part(root: Path, iteration: int) -> None:
     """Remove the part that an earlier launch wrote for this iteration, which would be mistaken for
     the new one."""
     shutil.rmtree(critic_root(root) / iteration_name(iteration), ignore_errors=True)
 
 
-def discard_critics(root: Path) -> None:
+def discard_all_parts(root: Path) -> None:
     """Remove all parts that no checkpoint has taken. Call it when all writing has ended."""
     shutil.rmtree(critic_root(root), ignore_errors=True)
 
@@ -74,12 +74,13 @@ def is_part_written(root: Path, iteration: int) -> bool:
 
 def critic_records(checkpoint: Path) -> list[FileRecord]:
     """Records of the critic's part, from its own manifest; [] if there is no such part."""
-    own = checkpoint / CRITIC
-    if not own.is_dir():
+    part = checkpoint / CRITIC
+    if not part.is_dir():
         return []
     found = [
         FileRecord(f"{CRITIC}/{record.path}", record.nbytes, record.xxh3)
-        for record in read_manifest(own) or []
+        for record in read_manifest(part) or []
     ]
     listed = {checkpoint / record.path for record in found}
-    return found + [file_record(path, checkpoint) for path in own.iterdir() if path not in listed]
+    # a manifest does not list itself
+    return found + [file_record(path, checkpoint) for path in part.iterdir() if path not in listed]

@@ -17,12 +17,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.errors import UserError
+from slime.errors import UserError, first_few
 from slime.files import bring_to_disk, read_plain, write_atomically
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -314,17 +314,16 @@ def read_manifest(directory: Path) -> list[FileRecord] | None:
     listed = {record.path for record in records}
     if written_as != _final_name(directory) and _ITERATION.fullmatch(_final_name(directory)):
         why = f"the directory was written as {written_as}, and copied or renamed"
-    elif any(name != Path(name).name for name in _at_the_top(listed)):
+    elif any(
+        name.removeprefix(f"{ADAPTER}/").removeprefix(f"{CRITIC}/") != Path(name).name
+        for name in listed
+    ):
         why = "it lists files of other directories"
     elif left_out := sorted(_NEEDED - listed):
         why = f"it does not list {', '.join(left_out[:4])}"
     else:
         return records
     raise UserError(f"{path} is damaged", why=why, fix=_go_back(directory))
-
-
-def _at_the_top(names: Iterable[str]) -> list[str]:
-    return [name.removeprefix(f"{ADAPTER}/").removeprefix(f"{CRITIC}/") for name in names]
 
 
 def _is_ours(directory: Path) -> bool:
@@ -358,10 +357,8 @@ def check_complete(directory: Path) -> None:
         return
     faults = [fault for record in records if (fault := _fault_of(directory, record))]
     if faults:
-        more = f" and {len(faults) - 4} more" if len(faults) > 4 else ""
-        raise UserError(
-            f"{directory} is damaged", why="; ".join(faults[:4]) + more, fix=_go_back(directory)
-        )
+        why = first_few(faults, between="; ")
+        raise UserError(f"{directory} is damaged", why=why, fix=_go_back(directory))
 
 
 def _fault_of(directory: Path, record: FileRecord) -> str:

@@ -9,6 +9,7 @@ model family's table.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import math
@@ -134,10 +135,10 @@ def gguf_writer(target: Path, spec: ModelSpec) -> Iterator[GGUFWriter]:
 
 
 def check_writable(source: str | os.PathLike[str], spec: ModelSpec) -> None:
-    """Check that llama.cpp computes what a model is, before anything is read.
+    """Check by its config.json that llama.cpp can compute a model, before any weight is read.
 
     Raises:
-        UserError: the family, or something that its config.json sets.
+        UserError: llama.cpp does not support the family, or something that config.json sets.
     """
     if spec.family not in ARCHITECTURES:
         raise UserError(
@@ -251,37 +252,31 @@ def gguf_names(names: list[str], spec: ModelSpec) -> dict[str, list[str]]:
 def _tensors(
     reader: HfReader, names: list[str], spec: ModelSpec, dtype: str | None
 ) -> Iterator[GgufTensor]:
-    """Yield the tensors with llama.cpp's names: the experts of a layer as one, and the factors of
-    llama3 rotary scaling."""
+    """Yield the tensors under llama.cpp's names: the experts of a layer are one tensor, and llama3
+    rotary scaling is a tensor of factors."""
     sources = gguf_names(names, spec)
     if (spec.rotary_scaling or {}).get("rope_type") == "llama3":
         factors = _rope_factors(spec)
         yield GgufTensor("rope_freqs.weight", tuple(factors.shape), "float32", lambda: factors)
     for ours, theirs in sources.items():
         piece = reader[theirs[0]]
-        kept = str(piece[:1].dtype).removeprefix("torch.")
+        own = str(piece[:1].dtype).removeprefix("torch.")
         stacked = (len(theirs),) if ".experts." in theirs[0] else ()
         # llama.cpp adds and scales with these in float32
         chosen = (
             "float32"
             if len(piece.shape) == 1 or ours.endswith("ffn_gate_inp.weight")
-            else dtype or kept
+            else dtype or own
         )
-        yield GgufTensor(
-            ours, (*stacked, *piece.shape), chosen, _reading(reader, theirs, spec, bool(stacked))
-        )
+        read = functools.partial(_read, reader, theirs, spec, bool(stacked))
+        yield GgufTensor(ours, (*stacked, *piece.shape), chosen, read)
 
 
-def _reading(
-    reader: HfReader, names: list[str], spec: ModelSpec, stacked: bool
-) -> Callable[[], torch.Tensor]:
-    def read() -> torch.Tensor:
-        import torch
+def _read(reader: HfReader, names: list[str], spec: ModelSpec, stacked: bool) -> torch.Tensor:
+    import torch
 
-        pieces = [in_gguf_order(reader[name][:], name, spec) for name in names]
-        return torch.stack(pieces) if stacked else pieces[0]
-
-    return read
+    pieces = [in_gguf_order(reader[name][:], name, spec) for name in names]
+    return torch.stack(pieces) if stacked else pieces[0]
 
 
 def in_gguf_order(tensor: torch.Tensor, name: str, spec: ModelSpec) -> torch.Tensor:
@@ -334,11 +329,13 @@ def write_tensors(writer: GGUFWriter, tensors: list[GgufTensor]) -> None:
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """Texts and llama.cpp's types of all tokens by id, and the pre-tokenizer.
+    """The tokenizer as llama.cpp describes it.
 
     Attributes:
         model: "gpt2" (bytes, merged by rank) or "llama" (SentencePiece, merged by score).
-        scores: of SentencePiece.
+        pre: name of the pre-tokenizer.
+        texts, kinds: text and type of each token, by id.
+        scores: score of each token in SentencePiece; None with "gpt2".
     """
 
     model: str
@@ -360,7 +357,7 @@ class _Vocabulary:
         tokenizer = load_tokenizer(str(directory))
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise UserError(
-                f"the tokenizer of {directory} is not one of the fast ones",
+                f"the tokenizer of {directory} is not a fast tokenizer",
                 fix="save it as tokenizer.json once, with the package tokenizers",
             )
         data = json.loads(tokenizer.backend_tokenizer.to_str())

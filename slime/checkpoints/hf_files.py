@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from slime.checkpoints.directory import partial_dir, publish
 from slime.checkpoints.expert_layouts import StackLayout, stack_layouts
 from slime.checkpoints.mxfp4 import Mxfp4Tensor, base_names
-from slime.errors import UserError
+from slime.errors import UserError, contents_of, first_few
 from slime.models import ModelFamily, ModelSpec
 from slime.models.hybrid import write_interval
 from slime.models.layouts import TensorSource
@@ -283,7 +283,7 @@ class HfReader:
             if not isinstance(name, str) or Path(name).name != name
         ]
         if outside:
-            why = f"its weight_map names {outside[0]!r}, which is no file of this directory"
+            why = f"its weight_map names {outside[0]!r}, which is not a file of this directory"
             raise UserError(
                 f"{index} is damaged",
                 why=why,
@@ -299,7 +299,7 @@ class HfReader:
             layers = _layers_of(name for file_name in absent for name in promised[file_name] or ())
             raise UserError(
                 f"{len(absent)} of {len(promised)} shards are missing in {self.directory}",
-                why=f"{', '.join(absent[:6])}{' …' if len(absent) > 6 else ''}"
+                why=first_few(absent, 6)
                 + (f"; they hold tensors of the layers {layers}" if layers else ""),
                 fix="download them again: the download was incomplete",
             )
@@ -314,8 +314,7 @@ class HfReader:
                 f"there is no directory {self.directory}",
                 fix="name a Hugging Face model directory of this host",
             )
-        names = sorted(entry.name for entry in self.directory.iterdir())
-        if any(name.endswith(".bin") for name in names):
+        if any(self.directory.glob("*.bin")):
             return UserError(
                 f"{self.directory} holds PyTorch .bin weights",
                 why="pickled files run code when they are read and cannot be read by slices",
@@ -323,7 +322,7 @@ class HfReader:
                 "AutoModelForCausalLM.from_pretrained(dir).save_pretrained(new_dir), and use "
                 "new_dir",
             )
-        if any(name.endswith(".gguf") for name in names):
+        if any(self.directory.glob("*.gguf")):
             fix = (
                 "convert once: slime convert gguf-to-hf, then use the new directory instead of "
                 f"{self.directory}"
@@ -331,7 +330,7 @@ class HfReader:
             return UserError(f"{self.directory} holds GGUF weights", fix=fix)
         return UserError(
             f"no weights in {self.directory}",
-            why=f"neither {SINGLE} nor {INDEX}; it holds: {', '.join(names[:10]) or 'nothing'}",
+            why=f"neither {SINGLE} nor {INDEX}; it holds: {contents_of(self.directory)}",
             fix="name a complete model directory (config.json, *.safetensors, tokenizer)",
         )
 
@@ -360,7 +359,7 @@ def _describe(names: list[str], adjective: str, spec: ModelSpec) -> list[str]:
     count = f"{len(names)} tensors {adjective}" if len(names) > 1 else f"1 tensor {adjective}"
     layers = _layers_of(names)
     where = f" in layers {layers} of {spec.num_layers}" if per_layer else ""
-    return [f"{count}{where}: {', '.join(names[:4])}{' …' if len(names) > 4 else ''}"]
+    return [f"{count}{where}: {first_few(names)}"]
 
 
 def check_export(directory: Path, kept: Mapping[str, Path]) -> None:
@@ -390,11 +389,8 @@ def check_export(directory: Path, kept: Mapping[str, Path]) -> None:
         or any(entry.is_dir() for entry in entries)
         or (entries and not is_model)
     ):
-        contents = ", ".join(entry.name for entry in entries[:8]) or "a file"
-        why = (
-            "the export replaces the directory as a whole; there is: "
-            f"{contents}{' …' if len(entries) > 8 else ''}"
-        )
+        there = "a file" if directory.is_file() else contents_of(directory)
+        why = f"the export replaces the directory as a whole; there is: {there}"
         raise UserError(
             f"{directory} holds something else than an earlier export", why=why, fix=fix
         )
@@ -443,7 +439,7 @@ class HfWriter:
         """Append a tensor; a full shard is written at once."""
         from slime.engines.wire.buckets import dtype_name
 
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = tensor.nbytes
         if self._open and self._open_bytes + nbytes > self.shard_bytes:
             self._flush()
         # a copy, as a view would be saved with its whole storage, and may change before the flush

@@ -121,7 +121,7 @@ def load_hf(
             taken.update(match.sources)
             num_loaded = num_loaded + 1
             num_elements = num_elements + piece.numel()
-            nbytes += piece.numel() * piece.element_size()
+            nbytes += piece.nbytes
             for file_name in {reader.file_of(source) for source in match.sources}:
                 files[file_name] = files.get(file_name, 0) + 1
     if isinstance(reader, HfReader) and reader.score is not None:

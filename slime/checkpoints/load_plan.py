@@ -28,7 +28,7 @@ from slime.checkpoints.directory import (
 )
 from slime.config.config import Config
 from slime.config.teachers import Teacher
-from slime.errors import UserError
+from slime.errors import UserError, contents_of
 from slime.files import read_plain
 from slime.models.peft_config import is_adapter_dir
 
@@ -256,7 +256,7 @@ def base_of_critic(config: Config, recorded: str | None) -> LoadPlan:
     path = Path(recorded)
     if not path.is_dir():
         raise UserError(
-            f"the frozen layers of the critic are missing: {path} is no directory",
+            f"the frozen layers of the critic are missing: {path} is not a directory",
             why="checkpoints hold the critic's adapters and head, and name the --critic-load "
             "beside whose weights they were trained",
             fix="put it back, or start another run, with another --critic-load",
@@ -453,8 +453,6 @@ def _nothing_there(root: Path, flag: str) -> UserError:
         what = f"{flag} {root} is not a directory"
         why = ""
     else:
-        names = sorted(entry.name for entry in root.iterdir())
-        listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
         if damaged := _damage(root / "config.json"):
             what = f"{root / 'config.json'} is damaged"
             return UserError(
@@ -463,20 +461,20 @@ def _nothing_there(root: Path, flag: str) -> UserError:
         what = f"{flag} {root} holds no checkpoint"
         why = (
             "no latest_checkpointed_iteration.txt, and no config.json that names a Hugging Face "
-            f"model_type or architectures; it holds: {listed or 'nothing'}"
+            f"model_type or architectures; it holds: {contents_of(root)}"
         )
     return UserError(what, why=why, fix=_FIXES[flag])
 
 
 def _damage(file: Path) -> str:
-    """Describe why a file is no JSON object; "" if it is one, or does not exist."""
+    """Describe why a file is not a JSON object; "" if it is one, or does not exist."""
     if not file.is_file():
         return ""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        return f"it is no JSON: {error}"
-    return "" if isinstance(found, dict) else f"it holds a {type(found).__name__}, no object"
+        return f"it is not JSON: {error}"
+    return "" if isinstance(found, dict) else f"it holds a {type(found).__name__}, not an object"
 
 
 _FIXES = {

@@ -35,7 +35,7 @@ from slime.checkpoints.trainer_state import (
     TrainerState,
     adapter_facts,
 )
-from slime.errors import UserError
+from slime.errors import UserError, first_few
 from slime.models.adapters import is_adapter_parameter
 from slime.processes.json_collectives import all_gather
 
@@ -347,7 +347,7 @@ def _account_for_optimizer(entries: list[Any], contents: Any, directory: Path) -
     if names:
         raise UserError(
             f"{directory} has no optimizer states for {len(names)} tensors that are trained now",
-            why=f"{', '.join(names[:4])}{' …' if len(names) > 4 else ''}: they were frozen when it "
+            why=f"{first_few(names)}: they were frozen when it "
             "was saved, or --optimizer was another one",
             fix="pass the flags that it was saved with (--optimizer, --freeze-params-name-list, "
             "--only-train-params-name-list), or --no-load-optim for a fresh optimizer",
@@ -357,5 +357,4 @@ def _account_for_optimizer(entries: list[Any], contents: Any, directory: Path) -
 def _named(names: list[str], what: str) -> list[str]:
     if not names:
         return []
-    listed = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
-    return [f"{len(names)} tensor{'s' if len(names) > 1 else ''} {what}: {listed}"]
+    return [f"{len(names)} tensor{'s' if len(names) > 1 else ''} {what}: {first_few(names)}"]

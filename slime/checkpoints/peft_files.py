@@ -35,7 +35,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from slime.checkpoints.directory import partial_dir, publish
 from slime.checkpoints.hf_files import LazyTensor, open_safetensors
 from slime.engines.adapters import FUSED_SETS
-from slime.errors import UserError
+from slime.errors import UserError, contents_of, first_few
+from slime.files import entries_of
 from slime.hub import hub_name
 from slime.models import table_of
 from slime.models.adapters import (
@@ -249,15 +250,11 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not an object")
     except FileNotFoundError as error:
-        there = Path(directory)
-        listed = (
-            ", ".join(sorted(entry.name for entry in there.iterdir())[:8]) if there.is_dir() else ""
-        )
         raise UserError(
             f"{directory} is no PEFT adapter",
-            why=f"it has no {CONFIG}; it holds: {listed or 'nothing'}",
+            why=f"it has no {CONFIG}; it holds: {contents_of(Path(directory))}",
             fix=f"pass the directory that has {CONFIG} and {WEIGHTS}",
         ) from error
     except (OSError, ValueError) as error:
@@ -372,7 +369,7 @@ def _scaling(config: Mapping[str, Any], module: str) -> tuple[int, float]:
 
 
 def _check_is_target(module: str, config: Mapping[str, Any], path: Path) -> None:
-    """Refuse a tensor that is no target, which PEFT would silently ignore."""
+    """Refuse a tensor that is not a target, which PEFT would silently ignore."""
     targets = config.get("target_modules")
     if targets is None or targets == "all-linear":
         return
@@ -576,10 +573,9 @@ def _check_names(adapter: PeftAdapter, expected: set[str]) -> None:
     ):
         modules = sorted({module_of(name) for name in names}, key=_natural)
         if modules:
-            more = f" and {len(modules) - 4} more" if len(modules) > 4 else ""
             raise UserError(
                 f"the adapter {adapter.directory} {what}",
-                why=f"{', '.join(modules[:4])}{more}; it adapts {', '.join(adapter.targets)}",
+                why=f"{first_few(modules)}; it adapts {', '.join(adapter.targets)}",
                 fix=fix,
             )
 
@@ -783,11 +779,11 @@ def _write(
 
 
 def _check_target(target: Path) -> None:
-    entries = sorted(entry.name for entry in target.iterdir()) if target.is_dir() else []
-    if target.is_file() or (entries and not is_adapter_dir(target)):
+    if target.is_file() or (entries_of(target) and not is_adapter_dir(target)):
+        there = "a file" if target.is_file() else contents_of(target)
         raise UserError(
             f"{target} holds something else than an adapter",
-            why=f"writing replaces it as a whole; there is: {', '.join(entries[:8]) or 'a file'}",
+            why=f"writing replaces it as a whole; there is: {there}",
             fix="name a directory of its own",
         )
 

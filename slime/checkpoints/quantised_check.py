@@ -12,7 +12,7 @@ from pathlib import Path
 from slime.checkpoints.hf_files import HfReader
 from slime.checkpoints.safetensors_stream import Table, read_table
 from slime.engines.wire.buckets import SCALE_NAMES
-from slime.errors import UserError
+from slime.errors import UserError, first_few
 from slime.models import ModelFamily, ModelSpec
 from slime.models.ignore_list import WeightMatrix, examine, matrices
 from slime.models.parameters import ModelParameters
@@ -121,5 +121,4 @@ def _misshapen(
 
 
 def _told(kind: str, names: list[str]) -> list[str]:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return [f"{len(names)} {kind}: {', '.join(names[:4])}{more}"] if names else []
+    return [f"{len(names)} {kind}: {first_few(names)}"] if names else []

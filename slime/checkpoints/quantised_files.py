@@ -364,7 +364,8 @@ class _Work:
 
 @dataclass(frozen=True)
 class _QuantiseJob:
-    """
+    """The conversion of a directory to quantised weights, file by file.
+
     Attributes:
         tables: of the source's files.
         plan: weight file → the works that are written to it, in order.
@@ -382,7 +383,8 @@ class _QuantiseJob:
     def run(
         self, config: Mapping[str, Any], dtype: str | None, model_name: str | None
     ) -> Converted:
-        """
+        """Convert what an earlier attempt has left, and publish the directory.
+
         Args:
             config: changes to config.json; None removes a key.
             dtype: the dtype of the weights to state in config.json; None leaves it unchanged.

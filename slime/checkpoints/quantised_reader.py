@@ -86,14 +86,9 @@ class QuantisedReader:
         if name not in self._modules:
             return {}
         scheme = self._quantisation.scheme
-        if self._is_stored:
-            found = {part: self._files[part][...] for part in self._names(name)}
-        else:
-            found = {name: self._files[name][...]}
-        found = {part: tensor.to(self._device) for part, tensor in found.items()}
-        if not self._is_stored:
-            found = quantise(self._modules[name], found[name], scheme)
-        return as_held(found, scheme, self._dtype)
+        read = {part: self._files[part][...].to(self._device) for part in self._names(name)}
+        stored = read if self._is_stored else quantise(self._modules[name], read[name], scheme)
+        return as_held(stored, scheme, self._dtype)
 
     def _names(self, name: str) -> list[str]:
         """Return the names in the files of a weight's tensors."""

@@ -10,8 +10,6 @@ renamed, so that neither --save-retain nor the next launch counts them as checkp
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch.distributed as dist
 
 from slime.checkpoints.directory import (
@@ -79,14 +77,10 @@ def _skip(plan: LoadPlan) -> list[str]:
     lines = []
     for damage in plan.damaged:
         name = iteration_name(damage.iteration)
-        lines.append(
-            f"checkpoint {root / name} is skipped, {damage.why}: going on from {plan.path}"
-            + (
-                f"; what there is of it is {name}.damaged now, for you to remove"
-                if _is_there(root, damage)
-                else ""
-            )
-        )
+        line = f"checkpoint {root / name} is skipped, {damage.why}: going on from {plan.path}"
+        if iteration_dir(root, damage.iteration).exists():
+            line += f"; its files are in {name}.damaged now, which you may remove"
+        lines.append(line)
     all_gather(None)  # every rank has looked
     if dist.get_rank() == 0:
         try:
@@ -96,7 +90,3 @@ def _skip(plan: LoadPlan) -> list[str]:
         except OSError as problem:  # the next save fails likewise, with advice
             logger.warning("%s cannot be put in order: %s", root, problem)
     return lines
-
-
-def _is_there(root: Path, damage: Damage) -> bool:
-    return iteration_dir(root, damage.iteration).exists()

@@ -140,7 +140,7 @@ class CheckpointWriter:
             self._thread.join(deadlines.CHECKPOINT_WRITE + deadlines.CHECKPOINT_GRACE)
             if self._thread.is_alive():
                 raise RunFailed(
-                    f"the checkpoint writer ({self._thread.name}) does not come to an end",
+                    f"the checkpoint writer ({self._thread.name}) does not finish",
                     why=f"it has been writing for {deadlines.CHECKPOINT_WRITE / 3600:.0f} hours",
                     fix="look at the file system of --save; the previous checkpoint is untouched",
                 )

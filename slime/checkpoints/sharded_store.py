@@ -101,7 +101,7 @@ class ShardedWrite:
             if item.type == WriteItemType.BYTE_IO:
                 resolved[item.index] = self._planner.resolve_data(item)
         self._planner = _Resolved(resolved)
-        return sum(copy.numel() * copy.element_size() for copy in copies)
+        return sum(copy.nbytes for copy in copies)
 
     def write(self, directory: Path) -> tuple[list[Any], list[FileRecord]]:
         """Write this rank's file and flush it to the disk.
@@ -136,18 +136,18 @@ def plain_results(results: list[Any]) -> list[Any]:
     """Return torch's write results as JSON values."""
     return [
         (
-            index.fqn,
-            None if index.offset is None else list(index.offset),
-            index.index,
+            result.index.fqn,
+            None if result.index.offset is None else list(result.index.offset),
+            result.index.index,
             result.size_in_bytes,
             asdict(result.storage_data),
         )
         for result in results
-        for index in [result.index]
     ]
 
 
 def results_of(plain: list[Any]) -> list[Any]:
+    """Restore torch's write results from `plain_results`."""
     return [
         WriteResult(MetadataIndex(name, offset, index), nbytes, _StorageInfo(**place))
         for name, offset, index, nbytes, place in plain
@@ -155,7 +155,7 @@ def results_of(plain: list[Any]) -> list[Any]:
 
 
 class _Resolved:
-    """A planner with resolved data."""
+    """Takes the planner's place after a snapshot: it returns the copies."""
 
     def __init__(self, data: dict[Any, Any]) -> None:
         self._data = data
@@ -262,10 +262,8 @@ def read_common(directory: Path) -> StateDict:
     Raises:
         UserError: the file is damaged.
     """
-    return _unpickled(
-        directory / "common.pt",
-        lambda path: torch.load(path, map_location="cpu", weights_only=False),
-    )
+    with _explaining_damage(directory / "common.pt") as path:
+        return torch.load(path, map_location="cpu", weights_only=False)
 
 
 def read_contents(directory: Path) -> Any:
@@ -274,14 +272,14 @@ def read_contents(directory: Path) -> Any:
     Raises:
         UserError: the file is damaged.
     """
-    return _unpickled(
-        directory / ".metadata", lambda path: dcp.FileSystemReader(path.parent).read_metadata()
-    )
+    with _explaining_damage(directory / ".metadata"):
+        return dcp.FileSystemReader(directory).read_metadata()
 
 
-def _unpickled(path: Path, load: Any) -> Any:
+@contextmanager
+def _explaining_damage(path: Path) -> Iterator[Path]:
     try:
-        return load(path)
+        yield path
     except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
         fix = "pass --ckpt-step with an earlier iteration"
         raise UserError(f"{path} is damaged", why=first_lines(error), fix=fix) from error

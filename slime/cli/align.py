@@ -1,9 +1,9 @@
-r"""`slime align`: where trainer and engine part, when their log-probs of the same tokens differ,
-and why, ranked.
+r"""`slime align`: find where trainer and engine differ, if their log-probs of the same tokens do,
+and rank the causes.
 
 slime align --config my.yaml --lr 1e-6        a fresh round with the flags of `slime train`
 slime align train-async --config my.yaml      those of `slime train-async`
-slime align outputs/sums                      what this run has dumped (--dump-details,
+slime align outputs/sums                      the dumps of this run (--dump-details,
                                               --save-debug-train-data)
 slime align dumps/train_data/0.pt dumps/rollout_data/0.pt \
     --hf-checkpoint models/mine --rollout-temperature 0.7
@@ -12,14 +12,14 @@ slime align dumps/train_data/0.pt dumps/rollout_data/0.pt \
   --model DIR        the weights that scored the tokens: a Hugging Face directory, a run folder, a
                      --save directory; default: those that the run begins with
   --also DIR         other weights that the engine may have had
-  --engine URL       an engine that still runs: its weights are compared, and it is asked again
-  --of-rollout N     of a run folder, default 0
-  --max-tokens N     look at samples of so many tokens, those that differ most; default 4096 on a
-                     GPU, 1024 without
-  --all              measure all causes, also where the sides are alike
+  --engine URL       an engine that still runs: its weights are compared, and it scores again
+  --of-rollout N     the rollout of a run folder; default 0
+  --max-tokens N     examine samples with this many tokens in all, those that differ most; default
+                     4096 on a GPU, 1024 without
+  --all              measure all causes, even if the sides agree
 
-The model is computed in this process besides, in float32, on a GPU where there is one. Ends with 0
-when nothing parts them, with 1 when something does.
+The model is also computed in this process, in float32, on a GPU if there is one. The exit status is
+0 if the sides agree, 1 if they differ.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ def main(argv: list[str]) -> int:
     if any(word in ("--help", "-h") for word in argv):
         print(__doc__)
         return 0
-    asked = _apart(argv)
+    asked = _parse(argv)
     if not asked.sources and not asked.flags:
         raise UserError(
             "slime align needs the flags of a run, its folder, or a dump",
             fix="slime align --config recipe.yaml …, or slime align outputs/<run>",
         )
     with answer_alone():
-        answer, as_json, status = _found(asked)
+        answer, as_json, status = _compare(asked)
     print(
         orjson.dumps(json_safe(as_json), option=orjson.OPT_INDENT_2).decode()
         if "--json" in asked.options
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
     return status
 
 
-def _found(asked: _Asked) -> tuple[str, dict[str, Any], int]:
+def _compare(asked: _Asked) -> tuple[str, dict[str, Any], int]:
     """Compare the sides. Returns the answer as text, the same as JSON, and the exit status."""
     from slime.diagnosis.align.engines import EngineThere
     from slime.diagnosis.align.examine import as_json, text
@@ -129,14 +129,14 @@ def _found(asked: _Asked) -> tuple[str, dict[str, Any], int]:
     except RoundFailed as failure:
         keeps_folder = True  # its logs say more
         finding = Finding(TROUBLES["round-failed"], str(failure))
-        return _told(finding), {"ok": False, "causes": [finding.as_json()]}, 1
+        return _as_text(finding), {"ok": False, "causes": [finding.as_json()]}, 1
     finally:
         if folder is not None and not keeps_folder:
             shutil.rmtree(folder, ignore_errors=True)
     return text(result), as_json(result), int(result.sides_differ)
 
 
-def _told(finding: Finding) -> str:
+def _as_text(finding: Finding) -> str:
     lines = [
         f"{finding.trouble.name}: {finding.detail}",
         *(f"try: {remedy}" for remedy in finding.advice),
@@ -144,7 +144,7 @@ def _told(finding: Finding) -> str:
     return "\n".join(lines)
 
 
-def _apart(argv: list[str]) -> _Asked:
+def _parse(argv: list[str]) -> _Asked:
     entry, words = run_flags(list(argv))
     asked = _Asked(entry=entry)
     while words and not words[0].startswith("-"):

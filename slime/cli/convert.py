@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from slime.cli import quantise
 from slime.cli.arguments import Arguments
 from slime.cli.quantise import refuse_existing, require_directory
-from slime.errors import UserError
+from slime.errors import UserError, contents_of
 from slime.observe.run_folder import check_no_run_writes, lock_folder
 
 if TYPE_CHECKING:
@@ -237,11 +237,10 @@ def _source(options: argparse.Namespace) -> LoadPlan:
             raise UserError(
                 f"{path} is a Hugging Face directory already", fix="pass a Megatron checkpoint"
             )
-        listed = ", ".join(sorted(entry.name for entry in path.iterdir())[:10])
         raise UserError(
             f"--load_path {path} holds no Megatron checkpoint",
             why="neither latest_checkpointed_iteration.txt nor .metadata; it holds: "
-            f"{listed or 'nothing'}",
+            f"{contents_of(path)}",
             fix="pass the --save directory of a run, or the directory of one iteration",
         )
     step = {"ckpt_step": options.ckpt_step} if options.ckpt_step is not None else {}

@@ -19,11 +19,11 @@ from slime.memory.plan import MemoryPlan, table
 from slime.placement import PlacementPlan
 from slime.prompts.dataset_folders import EVALUATION
 from slime.prompts.readers import iter_rows
+from slime.prompts.tokenizer import has_tokenizer
 from slime.rollout.eval_datasets import eval_datasets
 from slime.run import preflight
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def dry_run(config: Config) -> None:
@@ -43,8 +43,7 @@ def dry_run(config: Config) -> None:
     print(packing_line(config))
     plan = MemoryPlan.of(config, device_memory(config))
     print(table(plan), flush=True)
-    remarks = _checks(config, load)
-    for remark in remarks:
+    for remark in _checks(config, load):
         print(remark)
     judge(config, plan)
     print("starts nothing: --dry-run")
@@ -63,7 +62,7 @@ def _checks(config: Config, load: LoadPlan) -> list[str]:
     """Run the checks of a launch; returns remarks on what only this machine may lack."""
     remarks = []
     folder = Path(str(config.checkpoint.hf_checkpoint))
-    if _has_any(folder, _WEIGHT_FILES):
+    if any(any(folder.glob(pattern)) for pattern in _WEIGHT_FILES):
         preflight.check_weights(config, load)
     else:
         remarks.append(
@@ -72,7 +71,7 @@ def _checks(config: Config, load: LoadPlan) -> list[str]:
         )
     preflight.check_engine_flags(config)
     preflight.check_flags(config)
-    if _has_any(folder, _TOKENIZER_FILES):
+    if has_tokenizer(folder):
         preflight.check_data(config)
         preflight.check_teachers(config)
     else:
@@ -106,7 +105,3 @@ def _elsewhere(what: str, check: Callable[[Config], None], config: Config) -> li
             f"{what}: not on this machine: {error.what}" + (f" ({error.why})" if error.why else "")
         ]
     return []
-
-
-def _has_any(folder: Path, patterns: tuple[str, ...]) -> bool:
-    return any(True for pattern in patterns for _ in folder.glob(pattern))

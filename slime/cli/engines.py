@@ -1,12 +1,12 @@
-"""`slime engines`: the engines of a running run, and letting one join or leave.
+"""`slime engines`: list the engines of a running run, add one, or remove one.
 
-slime engines outputs/sums                            its engines, what they are at, their requests
-slime engines add outputs/sums 10.0.0.7:30000         one that you have started joins
-slime engines remove outputs/sums 10.0.0.7:30000      it leaves
-slime engines remove outputs/sums engine-1            the run's own leave, too; they are ended then
+slime engines outputs/sums                            its engines, their states and requests
+slime engines add outputs/sums 10.0.0.7:30000         add an engine that you have started
+slime engines remove outputs/sums 10.0.0.7:30000      remove it; it keeps running
+slime engines remove outputs/sums engine-1            remove one of the run's own and end it
 
-An engine that joins gets weights with the run's next push, and requests after it. Its weights are
-replaced with every push for as long as it takes part.
+An added engine gets the weights of the run's next push, and requests from then on. Each push
+replaces its weights until it is removed.
 """
 
 from __future__ import annotations

@@ -53,11 +53,8 @@ def main(argv: list[str]) -> None:
         return
     config = newest_stage(Path(asked.run_dir)).config() if asked.run_dir else None
     found = _found(asked.name)
-    meant = (
-        None
-        if asked.name.removeprefix("--").replace("_", "-") in spellings()
-        else other_name(asked.name)
-    )
+    is_ours = asked.name.replace("_", "-") in spellings()
+    meant = None if is_ours else other_name(asked.name)
     if meant is not None:
         print(f"{asked.name} of other systems: {meant.text}\n")
     print("\n".join(line for spec in found for line in _lines(spec, config)))
@@ -65,7 +62,7 @@ def main(argv: list[str]) -> None:
 
 def _found(name: str) -> list[FlagSpec]:
     """The flag of this name, else all flags whose names contain it."""
-    word = name.removeprefix("--").replace("_", "-")
+    word = name.replace("_", "-")
     exact = spellings().get(word)
     if exact is not None and exact.spec is not None:
         return [exact.spec]
@@ -98,12 +95,10 @@ def _nearest(word: str) -> list[str]:
         if not spec.meta.refused
         for option in spec.options
     ]
-    like = difflib.get_close_matches(
-        word, {part for name in names for part in name.split("-")}, n=2, cutoff=0.75
-    )
-    return sorted((f"--{name}" for name in names if set(like[:1]) & set(name.split("-"))), key=len)[
-        :4
-    ]
+    words = {part for name in names for part in name.split("-")}
+    like = set(difflib.get_close_matches(word, words, n=1, cutoff=0.75))
+    similar = [f"--{name}" for name in names if like & set(name.split("-"))]
+    return sorted(similar, key=len)[:4]
 
 
 def _lines(spec: FlagSpec, config: Config | None) -> list[str]:

@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     _refuse_others(own, kinds[0])
     if "num_gpus_per_node" not in flags_given(flags):
         flags += ["--num-gpus-per-node", str(own.gpus_per_node or _GPUS_PER_NODE)]
-    _size(own, parse_args(flags, entry))
+    _set_size(own, parse_args(flags, entry))
     if redact_argv(flags) != flags:
         print("the job has a secret in it: set its variable on the nodes instead", file=sys.stderr)
     writer = {"slurm": slurm, "kuberay": kuberay, "skypilot": skypilot}[kinds[0]]
@@ -90,7 +90,7 @@ def _refuse_others(own: argparse.Namespace, kind: str) -> None:
             )
 
 
-def _size(own: argparse.Namespace, config: Config) -> None:
+def _set_size(own: argparse.Namespace, config: Config) -> None:
     """Set the GPUs per node, and the number of nodes if it was not given.
 
     Raises:
@@ -193,7 +193,7 @@ export RAY_USAGE_STATS_ENABLED=0
 slime doctor {command} --node {flags}
 if [ "$SKYPILOT_NODE_RANK" != 0 ]; then
     {_wait_until(_ANSWERS, indent=4)}
-    ray start --address="$RAY_ADDRESS" --block || true  # it ends with the first node's
+    ray start --address="$RAY_ADDRESS" --block || true  # ends when Ray on the first node ends
     exit 0
 fi
 env -u RAY_ADDRESS ray start --head --node-ip-address="$first" --port={_PORT} --block &
@@ -232,8 +232,8 @@ def kuberay(own: argparse.Namespace, command: str, flags: str) -> str:
             common["volumeMounts"].append({"name": "models", "mountPath": _MODELS})
             claim = {"claimName": own.volume_claim}
             volumes.append({"name": "models", "persistentVolumeClaim": claim})
-        examination = f"slime doctor {command} --node {flags}"
-        doctor = {"name": "doctor", "command": ["bash", "-c", examination], **common}
+        check = f"slime doctor {command} --node {flags}"
+        doctor = {"name": "doctor", "command": ["bash", "-c", check], **common}
         ray = {
             "name": f"ray-{role}",
             "env": [{"name": "RAY_USAGE_STATS_ENABLED", "value": "0"}],

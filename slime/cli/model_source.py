@@ -26,7 +26,7 @@ from slime.checkpoints.run_models import (
     newest_model,
 )
 from slime.cli.arguments import Arguments
-from slime.errors import UserError
+from slime.errors import UserError, contents_of
 from slime.files import entries_of, left_behind
 from slime.hub import fetch_model, is_hub_name
 from slime.models.peft_config import is_adapter_dir
@@ -114,11 +114,10 @@ def chosen_model(path: str, hf_checkpoint: str | None = None) -> ChosenModel:
         return ChosenModel(_base_of(folder, hf_checkpoint, None), folder)
     model = newest_model(folder) if is_run_folder(folder) else checkpoint_model(folder)
     if model is None:
-        listed = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10])
         raise UserError(
             f"{path} holds no model",
             why="no *.safetensors with a config.json, no run and no checkpoint; it holds: "
-            f"{listed or 'nothing'}",
+            f"{contents_of(folder)}",
             fix="pass a run folder (outputs/<run>), a --save directory, or a Hugging Face "
             "directory",
         )

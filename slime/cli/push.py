@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     flags = _parser().parse_args(argv)
     if not _REPO.fullmatch(flags.repo):
         raise UserError(
-            f"'{flags.repo}' is no name of a repository",
+            f"'{flags.repo}' is not the name of a repository",
             fix="pass org/name, e.g. your account's name first",
         )
     if not flags.card_only:

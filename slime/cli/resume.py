@@ -21,8 +21,7 @@ from slime.cli.arguments import Arguments
 from slime.config import Config
 from slime.config.flags import spellings
 from slime.config.hidden import with_secrets
-from slime.errors import UserError
-from slime.files import entries_of
+from slime.errors import UserError, contents_of
 from slime.observe.run_folder import RunFolder, config_files, newest_stage
 from slime.processes.host import slime_command
 
@@ -37,7 +36,7 @@ def main(argv: list[str]) -> None:
     parser = Arguments("slime resume", __doc__)
     parser.add_argument("run_dir", help="a run folder, outputs/<run>")
     parser.add_argument("--stage", help="of a run with several; default: the newest")
-    own, again = _apart(argv)
+    own, again = _split_words(argv)
     asked = parser.parse_args(own)
     folder = Path(asked.run_dir)
     run = _stage_of(folder, asked.stage)
@@ -57,7 +56,7 @@ def main(argv: list[str]) -> None:
         train(session)
 
 
-def _apart(argv: list[str]) -> tuple[list[str], list[str]]:
+def _split_words(argv: list[str]) -> tuple[list[str], list[str]]:
     """Split into this command's own words and the flags of the run that follow them."""
     known = spellings()
     words = [
@@ -70,14 +69,13 @@ def _apart(argv: list[str]) -> tuple[list[str], list[str]]:
 def _stage_of(folder: Path, stage: str | None) -> RunFolder:
     stages = [*dict.fromkeys([*RunFolder(folder).read_summary()["stages"], *config_files(folder)])]
     if not stages:
-        there = ", ".join(path.name for path in entries_of(folder)[:8]) if folder.is_dir() else ""
         why = (
-            f"it has neither config.json nor run.json; it holds: {there or 'nothing'}"
+            f"it has neither config.json nor run.json; it holds: {contents_of(folder)}"
             if folder.is_dir()
             else ""
         )
         what = (
-            "is not a run folder" if folder.is_dir() else "is no folder, and so is not a run folder"
+            "is not a run folder" if folder.is_dir() else "is not a folder, and so not a run folder"
         )
         copies = sorted((folder / "history").glob("config.*.json")) if folder.is_dir() else []
         fix = (

@@ -363,8 +363,5 @@ def raise_server_exit(
 
 def _log_excerpt(exception: str, tail: str, log: str) -> str:
     first = f"{exception}\n       " if exception else ""
-    return f"{first}last lines of {log}:\n{_indent(tail)}"
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"      {line}" for line in text.splitlines())
+    shown = "\n".join(f"      {line}" for line in tail.splitlines())
+    return f"{first}last lines of {log}:\n{shown}"

@@ -41,7 +41,7 @@ class RankActor:
     """One rank of a model. A subclass sets ``backend`` in `setup`.
 
     Attributes:
-        name: the common name of the ranks in messages and log files.
+        name: prefix of the ranks' names in messages and log files: "trainer" for "trainer-0".
     """
 
     name: ClassVar[str]
@@ -81,8 +81,7 @@ class RankActor:
         self.backend.set_run_length(num_rollout)
 
     def failed_step(self) -> FailedStep | None:
-        """The rank's part of the step that ended in `NonFiniteTraining`
-        (`slime.trainer.non_finite.FailedStep`)."""
+        """The rank's part of the step that ended in `NonFiniteTraining`, or None."""
         found: FailedStep | None = self.backend.failed_step
         return found
 
@@ -186,7 +185,7 @@ class RankGroup:
         """Wait for answers of ranks.
 
         Args:
-            seconds: deadline for all, by default that of training.
+            seconds: deadline for all of them together, by default that of training.
         """
         return wait_for(asked, what, seconds or self._work_seconds, on_poll=self._on_wait)
 

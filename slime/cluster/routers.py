@@ -30,7 +30,7 @@ from slime.engines.fleet import EngineFleet
 from slime.engines.health import HealthChecks
 from slime.engines.keys import RunKeys
 from slime.engines.launch import ServedModel
-from slime.engines.router import LIVENESS_PATH, register_workers, remove_worker, started_with
+from slime.engines.router import LIVENESS_PATH, register_workers, remove_worker, workers_at_start
 from slime.errors import RunFailed
 from slime.log import get_logger
 
@@ -68,12 +68,12 @@ class Routers:
         self._should_stop = should_stop
         self._config = config
         self._models = models
-        self.handles = {
-            name: EngineHandle(
-                config, _router_name(model), run_path, 1, {"num_cpus": 0}, hosts, run_keys
+        self.handles: dict[str, EngineHandle] = {}
+        for name, model in models.items():
+            router = "router" if model.is_policy else f"router-{model.name}"
+            self.handles[name] = EngineHandle(
+                config, router, run_path, 1, {"num_cpus": 0}, hosts, run_keys
             )
-            for name, model in models.items()
-        }
         self.urls: dict[str, str] = {}
         tolerant = config.fault_tolerance.use_fault_tolerance
         self._health = HealthChecks.of(config, path=LIVENESS_PATH) if tolerant else None
@@ -221,7 +221,8 @@ class Routers:
         """Return whether the workers are on the router's command line."""
         policy = self._config.engine.router.get("policy") or "cache_aware"
         return bool(
-            self._first_parts(model, PAIR[0]) or started_with(policy, self._behind(model, url_of))
+            self._first_parts(model, PAIR[0])
+            or workers_at_start(policy, self._behind(model, url_of))
         )
 
     def _register_late(self, url: str, engines: Iterable[str]) -> list[str]:
@@ -267,7 +268,3 @@ class Routers:
         """Close the connections. `Engines.close` ends the actors."""
         if self._fleet is not None:
             self._fleet.close()
-
-
-def _router_name(model: ServedModel) -> str:
-    return "router" if model.is_policy else f"router-{model.name}"

@@ -39,7 +39,7 @@ def log(args: Any, metrics: Mapping[str, Any], step_key: str) -> None:
         )
         return
     if others:
-        logger.warning("metrics that are no numbers are left out: %s", ", ".join(others))
+        logger.warning("metrics that are not numbers are left out: %s", ", ".join(others))
     logged.update(numbers)
 
 

@@ -93,7 +93,7 @@ class ForeignArg:
     help: str = ""
 
 
-#: The newest release of SGLang that this system has run on GPUs with.
+#: The newest release of SGLang with which slime was run on GPUs.
 SGLANG_ON_GPUS = "0.5.16"
 
 
@@ -131,7 +131,7 @@ def sglang_args_of(installed: str) -> tuple[str, list[ForeignArg]]:
     newest, arguments = stored_sglang_args()
     others = _sglang_table()["other_versions"]
     versions = sglang_versions()
-    older = [version for version in versions if _numbers(version) <= _numbers(installed)]
+    older = [version for version in versions if _release(version) <= _release(installed)]
     version = older[-1] if older else versions[0]
     if version == newest:
         return installed, arguments
@@ -140,7 +140,7 @@ def sglang_args_of(installed: str) -> tuple[str, list[ForeignArg]]:
     return installed, [*kept, *changed.values()]
 
 
-def _numbers(version: str) -> list[int]:
+def _release(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 

@@ -200,7 +200,6 @@ def unless(dest: str, *values: Any, why: str = "", warns: bool = False) -> Requi
     return Requirement((Condition(dest, values, negated=True),), why, warns)
 
 
-NO_MTP = "training of multi-token-prediction layers is not in this version"
 #: There is something to evaluate.
 EVALUATES = on("eval_prompt_data") | on("eval_config", why="nothing is evaluated")
 #: `EVALUATES` for flags that say how to evaluate. It only warns, because scripts keep these flags

@@ -115,7 +115,7 @@ def spellings() -> dict[str, Spelling]:
 
 
 def unknown_name(name: str, where: str) -> UserError:
-    """Return the error for a name that is no flag. It names the equivalent if the name belongs to
+    """Return the error for a name that is not a flag. It has the equivalent if the name belongs to
     another system, else the closest flags."""
     known = spellings()
     dashed = name.replace("_", "-")

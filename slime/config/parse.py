@@ -186,7 +186,7 @@ def read_config_file(path: str, errors: list[UserError] | None = None) -> UserFl
     Args:
         errors: receives the errors of single keys, which are left out; None: the first is raised.
     Raises:
-        UserError: a key is no flag (names the closest), or sets another configuration file.
+        UserError: a key is not a flag (names the closest), or sets another configuration file.
     """
     given = UserFlags()
     for key, value in read_yaml(path, "--config").items():

@@ -102,7 +102,7 @@ def _why_left_out(draft: Draft, spec: FlagSpec, missing: Mapping[Part, str]) -> 
 def _with_derived(draft: Draft, dest: str) -> list[str]:
     """Return the flag, and all flags whose formulas depend on it directly or indirectly."""
     found = [dest]
-    for one in found:
+    for one in found:  # also those that the loop adds
         name = re.compile(rf"\b{one}\b")
         found += [
             other

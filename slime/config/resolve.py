@@ -18,7 +18,7 @@ from slime.config.estimators import FACTS
 from slime.config.flag import DATA_LOSSES, GENERATES, SAMPLES, FlagSpec, option_of
 from slime.config.parts import absent
 from slime.config.preferences import PREFERENCE_FACTS
-from slime.errors import UserError
+from slime.errors import UserError, is_debugging
 from slime.processes.host import num_cpus, num_gpus
 
 EQUATION = "rollout_batch_size × n_samples_per_prompt = global_batch_size × num_steps_per_rollout"
@@ -166,7 +166,7 @@ def _run(draft: Draft) -> None:
         f"{name}-{time.strftime('%Y%m%d-%H%M%S')}",
         "name of the recipe or model, and the time",
     )
-    debug = os.environ.get("SLIME_DEBUG") == "1"
+    debug = is_debugging()
     draft.derive(
         "log_level",
         "DEBUG" if debug else "INFO",

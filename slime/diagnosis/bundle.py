@@ -66,7 +66,9 @@ def bundle(
         UserError: ``output`` has another suffix, is a directory, or cannot be written.
     """
     if not output.name.endswith((".tar.gz", ".tgz")) or output.is_dir():
-        raise UserError(f"--output {output} is no name of an archive", fix="let it end in .tar.gz")
+        raise UserError(
+            f"--output {output} is not the name of an archive", fix="let it end in .tar.gz"
+        )
     packed = Bundle(output)
     configs = [
         read_object(path) for path in sorted(folder.glob("config*.json")) if is_within(path, folder)

@@ -22,7 +22,7 @@ from slime.diagnosis.remedies import Flags, endless_generation
 from slime.diagnosis.signatures import Level, Seen, find_signatures
 from slime.diagnosis.troubles import TROUBLES, Finding, Trouble
 from slime.documentation import doc_url
-from slime.errors import UserError
+from slime.errors import UserError, contents_of
 from slime.observe.alarms import Alarm, find_alarms
 from slime.observe.run_data import flags_with_origins, merge_rows
 from slime.observe.run_folder import RunFolder, is_held
@@ -102,10 +102,9 @@ def explain(folder: Path) -> Explanation:
         and not run.metrics_path.exists()
         and not run.logs.is_dir()
     ):
-        there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise UserError(
             f"{folder} is not a run folder",
-            why=f"it has none of config.json, run.json and logs/; it holds: {there}",
+            why=f"it has none of config.json, run.json and logs/; it holds: {contents_of(folder)}",
             fix="pass a directory below outputs/",
         )
     flags = {name: value for name, value, _ in flags_with_origins(_object(run.config_path, folder))}

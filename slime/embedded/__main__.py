@@ -9,7 +9,7 @@ import sys
 
 from slime.embedded.options import EngineOptions
 from slime.engines import keys
-from slime.errors import UserError
+from slime.errors import UserError, is_debugging
 from slime.log import setup_logging
 from slime.processes import stacks
 from slime.processes.garbage import paused
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         stacks.answer()
         return _run(args)
     except UserError as error:
-        if os.environ.get("SLIME_DEBUG", "0") not in ("", "0"):
+        if is_debugging():
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2

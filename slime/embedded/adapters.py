@@ -276,7 +276,7 @@ class Adapter:
         tensors = {
             id(tensor): tensor for one in self.products.values() for tensor in (one.down, one.up)
         }
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        return sum(tensor.nbytes for tensor in tensors.values())
 
     def release(self) -> None:
         """Move the tensors to the host."""

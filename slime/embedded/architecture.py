@@ -20,6 +20,7 @@ from slime.models.rotary import layer_frequencies
 from slime.models.spec import ModelSpec, RotaryKind, named_dtype
 from slime.models.table import ModelFamily
 from slime.models.vision import seeing
+from slime.prompts.tokenizer import generation_config_of
 
 
 @dataclass(frozen=True)
@@ -150,10 +151,9 @@ class Architecture:
                 fix="pass --model-path with a Hugging Face model directory",
             )
         config = json.loads(path.read_text())
-        generation_path = path.with_name("generation_config.json")
-        generation = json.loads(generation_path.read_text()) if generation_path.is_file() else {}
         if sees_images:
             config = seeing(config)
+        generation = generation_config_of(str(model_path))
         return Architecture.from_config(config, generation.get("eos_token_id"))
 
     @staticmethod

@@ -61,11 +61,20 @@ class CacheBlock:
 
 
 class Place(NamedTuple):
-    """The place of a layer in the cache: its number among the layers of its kind, and its window.
-    Layers with a state do not use theirs."""
+    """The place of a layer in the cache: its number among the layers with a window or among those
+    without, and its window. Layers with a state do not use theirs."""
 
     number: int
     window: int | None
+
+
+class BlockWrite(NamedTuple):
+    """A write of new tokens to one block: these ``rows`` of the tokens (None: all), to the rows
+    ``targets`` of the block as [slots * kv_heads * size, head_dim]."""
+
+    block: CacheBlock
+    rows: torch.Tensor | None
+    targets: torch.Tensor
 
 
 @dataclass
@@ -73,28 +82,25 @@ class WritePlan:
     """The places for new tokens' keys and values.
 
     Attributes:
-        parts: (block, rows of the new tokens or None for all, flat index), for layers that keep
-            all positions.
-        of_window: the same for layers that keep a window.
-        places: the place of each layer among those of its kind.
+        whole: writes of layers that keep all positions.
+        windowed: writes of layers that keep a window.
+        places: the place of each layer.
     """
 
-    parts: list[tuple[CacheBlock, torch.Tensor | None, torch.Tensor]]
-    of_window: list[tuple[CacheBlock, torch.Tensor | None, torch.Tensor]]
+    whole: list[BlockWrite]
+    windowed: list[BlockWrite]
     places: list[Place]
 
     def write(self, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values [tokens, kv_heads, head_dim] of layer ``number``."""
         head_dim = keys.shape[-1]
         layer, window = self.places[number]
-        for block, rows, index in self.parts if window is None else self.of_window:
-            new_keys, new_values = (keys, values) if rows is None else (keys[rows], values[rows])
-            block.keys[layer].view(-1, head_dim).index_copy_(
-                0, index, new_keys.reshape(-1, head_dim)
-            )
-            block.values[layer].view(-1, head_dim).index_copy_(
-                0, index, new_values.reshape(-1, head_dim)
-            )
+        for block, rows, targets in self.whole if window is None else self.windowed:
+            for stored, new in ((block.keys, keys), (block.values, values)):
+                chosen = new if rows is None else new[rows]
+                stored[layer].view(-1, head_dim).index_copy_(
+                    0, targets, chosen.reshape(-1, head_dim)
+                )
 
 
 class KVCache:
@@ -128,22 +134,23 @@ class KVCache:
         self.blocks: list[CacheBlock] = []
         self.num_slots = 0
         self.places: list[Place] = []
-        counts: dict[bool, int] = {True: 0, False: 0}
+        self._num_whole = 0
+        self._num_windowed = 0
         self.states: StateCache | None = None
         for layer in range(arch.spec.num_layers):
             window = arch.spec.window(layer)
-            self.places.append(Place(counts[window is None], window))
-            if mixer_of(arch.spec.transformer, layer).state is None:
-                counts[window is None] += 1
-            elif self.states is None:
-                self.states = StateCache(arch.spec, dtype, device)
-        self._num_whole = counts[True]
-        self._num_windowed = counts[False]
-        window = max((place.window or 0 for place in self.places), default=0)
-        self.ring_size = -(-(window + SPARE) // BLOCK) * BLOCK
+            number = self._num_whole if window is None else self._num_windowed
+            self.places.append(Place(number, window))
+            if mixer_of(arch.spec.transformer, layer).state is not None:
+                self.states = self.states or StateCache(arch.spec, dtype, device)
+            elif window is None:
+                self._num_whole += 1
+            else:
+                self._num_windowed += 1
+        self._window = max((place.window or 0 for place in self.places), default=0)
+        self.ring_size = -(-(self._window + SPARE) // BLOCK) * BLOCK
         self.ring: CacheBlock | None = None
         self._whole_rings = whole_rings
-        self._window = window
 
     @property
     def capacity(self) -> int:
@@ -202,32 +209,30 @@ class KVCache:
     def plan_write(self, slots: np.ndarray, positions: np.ndarray) -> WritePlan:
         """Plan a write of tokens at (slot, position), int64 [tokens] each. The cache must contain
         all positions."""
-        of_window = []
+        plan = WritePlan([], [], self.places)
         if self.ring is not None:
             last = np.full(self.num_slots, -1)
             np.maximum.at(last, slots, positions)
             kept = positions > last[slots] - self.ring.size  # only the last part of a long prompt
             rows = np.flatnonzero(kept)
-            of_window = [self._part(self.ring, slots, positions % self.ring.size, rows)]
-        if not self._num_whole:
-            return WritePlan([], of_window, self.places)
-        starts = np.array([block.start for block in self.blocks])
-        owners = np.searchsorted(starts, positions, side="right") - 1
-        parts = []
-        for owner in np.unique(owners):
-            block = self.blocks[owner]
-            rows = np.flatnonzero(owners == owner)
-            parts.append(self._part(block, slots, positions - block.start, rows))
-        return WritePlan(parts, of_window, self.places)
+            plan.windowed.append(self._write(self.ring, slots, positions % self.ring.size, rows))
+        if self._num_whole:
+            starts = np.array([block.start for block in self.blocks])
+            owners = np.searchsorted(starts, positions, side="right") - 1
+            for owner in np.unique(owners):
+                block = self.blocks[owner]
+                rows = np.flatnonzero(owners == owner)
+                plan.whole.append(self._write(block, slots, positions - block.start, rows))
+        return plan
 
-    def _part(
+    def _write(
         self, block: CacheBlock, slots: np.ndarray, within: np.ndarray, rows: np.ndarray
-    ) -> tuple[CacheBlock, torch.Tensor | None, torch.Tensor]:
+    ) -> BlockWrite:
         """Plan the write of some rows of a batch to the places ``within`` a block."""
         heads = np.arange(self.arch.num_kv_heads)
         index = (slots[rows, None] * len(heads) + heads) * block.size + within[rows][:, None]
         chosen = None if len(rows) == len(slots) else torch.from_numpy(rows).to(self.device)
-        return block, chosen, torch.from_numpy(index.reshape(-1)).to(self.device)
+        return BlockWrite(block, chosen, torch.from_numpy(index.reshape(-1)).to(self.device))
 
     def read_window(
         self, number: int, slot: int, first: int, last: int
@@ -247,11 +252,9 @@ class KVCache:
         used = [(block, count) for block in self.blocks if (count := block.used(length))]
         keys = [block.keys[layer, slot, :, :count] for block, count in used]
         values = [block.values[layer, slot, :, :count] for block, count in used]
-        return (
-            (keys[0], values[0])
-            if len(used) == 1
-            else (torch.cat(keys, dim=1), torch.cat(values, dim=1))
-        )
+        if len(used) == 1:
+            return keys[0], values[0]
+        return torch.cat(keys, dim=1), torch.cat(values, dim=1)
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
@@ -358,9 +361,9 @@ class Slot:
         experts: the experts of these tokens, a row of `RoutedExperts` each; None if not recorded.
         length: number of positions in use (at least ``len(tokens)``).
         written: number of positions ever written, from which follows what rings have lost.
-        epoch: of the weights that computed them.
+        epoch: epoch of the weights that computed the tokens' keys and values.
         last_used: larger is later.
-        adapter: key of the adapter that computed them with the weights; 0 for only the base.
+        adapter: key of the adapter that also computed them; 0 for only the base.
         state_at: tokens that the live state of gated delta nets has seen.
         states: number of tokens seen → copy of the state, the oldest first.
     """
@@ -453,35 +456,29 @@ class SlotTable:
     def acquire(self, sequence: Sequence, source: int, length: int, epoch: int) -> int:
         """Assign a slot to a sequence, and copy the first ``length`` positions of slot ``source``
         to it."""
-        target = self._room(keep=source if length else -1)
+        target = self._find_slot(keep=source if length else -1)
         if length and source != target:
             self.cache.copy(source, target, length)
         self._clock += 1
-        tokens = _NO_TOKENS
-        experts = None
-        written = 0
-        states: dict[int, DeltaState] = {}
-        if length:
-            states = {at: kept for at, kept in self._slots[source].states.items() if at <= length}
-            if self.cache.states is not None and self._slots[source].state_at != length:
-                self.cache.states.put(target, states[length])
-            written = self._slots[source].written
-            tokens = self._slots[source].tokens[:length]
-            experts = self._slots[source].experts
-        self._slots[target] = Slot(
+        acquired = Slot(
             sequence,
-            tokens,
-            length,
-            written,
-            epoch,
-            self._clock,
-            experts,
-            key_of(sequence),
-            length,
-            states,
+            length=length,
+            epoch=epoch,
+            last_used=self._clock,
+            adapter=sequence.adapter_key,
+            state_at=length,
         )
-        if sequence.experts is not None and experts is not None:
-            sequence.experts.write(0, experts[:length])
+        if length:
+            prefix = self._slots[source]
+            acquired.tokens = prefix.tokens[:length]
+            acquired.written = prefix.written
+            acquired.experts = prefix.experts
+            acquired.states = {at: kept for at, kept in prefix.states.items() if at <= length}
+            if self.cache.states is not None and prefix.state_at != length:
+                self.cache.states.put(target, acquired.states[length])
+        self._slots[target] = acquired
+        if sequence.experts is not None and acquired.experts is not None:
+            sequence.experts.write(0, acquired.experts[:length])
         return target
 
     def record(self, sequence: Sequence, num_prefilled: int, epoch: int) -> None:
@@ -559,9 +556,9 @@ class SlotTable:
         assert self.num_owned == 0
         self._slots = []
 
-    def _room(self, keep: int) -> int:
-        """Find a free slot: an existing one, a new one, or that of the least recently used
-        prefix."""
+    def _find_slot(self, keep: int) -> int:
+        """Return a free slot, a new one, or that of the least recently used prefix other than
+        ``keep``."""
         for index, slot in enumerate(self._slots):
             if slot.is_free:
                 return index
@@ -571,8 +568,8 @@ class SlotTable:
             if slot.sequence is None and index != keep
         ]
         count = len(self._slots)
-        for_prefixes = self.cache.nbytes < _RETAIN_BYTES // 2 and self.cache.fits(count + 1, 0)
-        if count < self.cache.max_slots and (for_prefixes or not retained):
+        can_retain = self.cache.nbytes < _RETAIN_BYTES // 2 and self.cache.fits(count + 1, 0)
+        if count < self.cache.max_slots and (can_retain or not retained):
             self.cache.ensure_slots(count + 1)
             self._slots += [Slot() for _ in range(self.cache.num_slots - count)]
             return count
@@ -594,11 +591,6 @@ class SlotTable:
             self.cache.copy(b, a, slot_b.length)
         self._slots[a] = slot_b
         self._slots[b] = slot_a
-
-
-def key_of(sequence: Sequence) -> int:
-    """Return the key of a sequence's adapter; 0 for only the base."""
-    return 0 if sequence.adapter is None else sequence.adapter.key
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:

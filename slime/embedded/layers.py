@@ -51,7 +51,7 @@ class Linear:
 
     @property
     def packed_nbytes(self) -> int:
-        return 0 if self._packed is None else self.weight.numel() * self.weight.element_size()
+        return 0 if self._packed is None else self.weight.nbytes
 
     def __call__(
         self,

@@ -25,7 +25,7 @@ import torch
 
 from slime.embedded.attention import DecodeAttention, PrefillAttention
 from slime.embedded.images import FeatureCache, SeenImages
-from slime.embedded.kv_cache import KVCache, SlotTable, common_prefix, key_of
+from slime.embedded.kv_cache import KVCache, SlotTable, common_prefix
 from slime.embedded.low_rank import AdaptedRows
 from slime.embedded.model import Attend
 from slime.embedded.sampler import sample, token_logprobs
@@ -220,7 +220,7 @@ class Scheduler:
             limit = len(tokens) - 1
             if sequence.logprob_start is not None:
                 limit = min(limit, sequence.logprob_start + len(sequence.input_logprobs))
-            source, length = self.slots.find_prefix(tokens, limit, epoch, key_of(sequence))
+            source, length = self.slots.find_prefix(tokens, limit, epoch, sequence.adapter_key)
             self._leader_of_prompt.setdefault(_prompt_key(sequence), sequence)
         self.slots.acquire(sequence, source, length, epoch)
         sequence.num_computed = length
@@ -528,4 +528,4 @@ class Scheduler:
 
 def _prompt_key(sequence: Sequence) -> tuple[int, bytes]:
     """Return a key; sequences with the same key have the same attention keys and values."""
-    return key_of(sequence), sequence.distinct_tokens().tobytes()
+    return sequence.adapter_key, sequence.distinct_tokens().tobytes()

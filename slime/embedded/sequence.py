@@ -109,6 +109,11 @@ class Sequence:
         return len(self.prompt) + len(self.output_ids)
 
     @property
+    def adapter_key(self) -> int:
+        """Return the key of the adapter; 0 for only the base."""
+        return 0 if self.adapter is None else self.adapter.key
+
+    @property
     def num_to_compute(self) -> int:
         """The number of tokens whose keys and values must be prefilled before decoding."""
         return self.length - self.num_computed

@@ -23,7 +23,7 @@ from slime.embedded.layers import ExpertMLP, Linear, Mlp, TokenEmbedding
 from slime.embedded.model import Decoder, DecoderLayer
 from slime.embedded.quantised_weights import StoredForm
 from slime.engines.wire.buckets import dtype_in, dtype_name, fingerprint
-from slime.errors import UserError
+from slime.errors import UserError, first_few
 from slime.models import Match, read_hf_config
 from slime.models.activations import ACTIVATIONS
 from slime.models.layouts import INTERLEAVED_GATE_UP, Transposed
@@ -89,7 +89,7 @@ class WeightStore:
         self.dtype = dtype
         self.device = device
         self.named: dict[str, torch.Tensor] = {}
-        self._linear_of: dict[str, list[Linear]] = {}
+        self._linears_of: dict[str, list[Linear]] = {}
         self.linears: list[Linear] = []
         self.parts: dict[str, tuple[Linear | TokenEmbedding, slice]] = {}
         self._fixed_rows = fixed_rows
@@ -118,7 +118,7 @@ class WeightStore:
             WeightError: the model lacks a name or has another shape, or a name occurs twice.
         """
         table = list(tensors)
-        self.check(((name, tuple(tensor.shape)) for name, tensor in table))
+        self.check((name, tuple(tensor.shape)) for name, tensor in table)
         for name, tensor in table:
             dtype = dtype_name(tensor.dtype)
             if self.form and name in self.form and (problem := self.form.problem(name, dtype)):
@@ -143,7 +143,7 @@ class WeightStore:
 
     def _write(self, name: str, tensor: torch.Tensor) -> None:
         self.named[name].copy_(tensor)
-        for linear in self._linear_of.get(name, ()):
+        for linear in self._linears_of.get(name, ()):
             linear.invalidate()
 
     def check(self, names_and_shapes: Iterable[tuple[str, tuple[int, ...]]]) -> None:
@@ -164,7 +164,7 @@ class WeightStore:
             elif name in self.named and (self.form is None or name in self.form.names):
                 expected = tuple(self.named[name].shape)
             else:
-                raise WeightError(f"the model has no parameter {name}{nearest(name, self.named)}")
+                raise self._unknown([name])
             if shape != expected:
                 raise WeightError(
                     f"{name} has shape {list(shape)}, the model's is {list(expected)}"
@@ -181,7 +181,7 @@ class WeightStore:
 
     @property
     def held(self) -> Mapping[str, torch.Tensor]:
-        """The engine's tensors by these names; quantised weights as they were received."""
+        """The engine's tensors by `names`; quantised weights as they were received."""
         return self.named if self.form is None else self.form.held(self.named)
 
     def load_directory(self, path: str | Path, version: str | None = None) -> int:
@@ -198,7 +198,9 @@ class WeightStore:
         shapes = {name: tuple(reader[name].shape) for name in names}
         absent = [name for name in self.names if name not in shapes]
         if absent:
-            raise WeightError(f"{path} lacks {len(absent)} parameters of the model: {_few(absent)}")
+            raise WeightError(
+                f"{path} lacks {len(absent)} parameters of the model: {first_few(absent)}"
+            )
         self.check(shapes.items())
         self.broken = f"an update from {path} stopped half way"
         self.pushed = set()
@@ -224,8 +226,12 @@ class WeightStore:
         """
         found = self.named.get(self._tied_names.get(name, name))
         if found is None:
-            raise WeightError(f"the model has no parameter {name}{nearest(name, self.named)}")
+            raise self._unknown([name])
         return found
+
+    def _unknown(self, names: list[str]) -> WeightError:
+        near = nearest(names[0], self.named)
+        return WeightError(f"the model has no parameter {first_few(names)}{near}")
 
     def fingerprints(self, names: Iterable[str] | None = None) -> dict[str, str]:
         """Return name → xxh3-128 of the parameter's bytes in the engine's dtype.
@@ -238,9 +244,7 @@ class WeightStore:
         tied = self._tied_names
         unknown = [name for name in chosen if tied.get(name, name) not in held]
         if unknown:
-            raise WeightError(
-                f"the model has no parameter {_few(unknown)}{nearest(unknown[0], self.named)}"
-            )
+            raise self._unknown(unknown)
         return {name: fingerprint(held[tied.get(name, name)]) for name in chosen}
 
     def take_snapshot(self) -> None:
@@ -250,10 +254,10 @@ class WeightStore:
 
     def reset(self) -> None:
         """Overwrite every parameter with noise, so that a push that leaves one out is noticed."""
-        for name, tensor in self.named.items():
+        for tensor in self.named.values():
             tensor.normal_(std=0.02)
-            for linear in self._linear_of.get(name, ()):
-                linear.invalidate()
+        for linear in self.linears:
+            linear.invalidate()
         if self.form is not None:
             self.form.reset()
         self.epoch += 1
@@ -266,20 +270,20 @@ class WeightStore:
         """
         if self._snapshot is None:
             raise WeightError("compare needs a snapshot: send the action snapshot first")
-        expected = self._snapshot
+        snapshot = self._snapshot
         differing = [
-            name for name, tensor in self.held.items() if not _same(tensor.cpu(), expected[name])
+            name for name, tensor in self.held.items() if not _same(tensor.cpu(), snapshot[name])
         ]
         if differing:
             raise WeightError(
-                f"{len(differing)} parameters differ from the snapshot: {_few(differing)}"
+                f"{len(differing)} parameters differ from the snapshot: {first_few(differing)}"
             )
 
     # -- memory ------------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
-        unpacked = sum(tensor.numel() * tensor.element_size() for tensor in self.named.values())
+        unpacked = sum(tensor.nbytes for tensor in self.named.values())
         return unpacked + sum(linear.packed_nbytes for linear in self.linears)
 
     def release(self) -> None:
@@ -295,8 +299,8 @@ class WeightStore:
             self._move(self.device)
 
     def _move(self, device: torch.device) -> None:
-        for storage in {id(tensor.untyped_storage()): tensor for tensor in self._owners}.values():
-            storage.data = storage.data.to(device)
+        for owner in self._owners:
+            owner.data = owner.data.to(device)
         self._bind()
 
     # -- construction ------------------------------------------------------------------------------
@@ -308,8 +312,8 @@ class WeightStore:
         self._owners: list[torch.Tensor] = []
         self._bindings: list[tuple[str, torch.Tensor, int, int]] = []
         self._stacks: dict[str, torch.Tensor] = {}
-        self._of_stacks: list[_StackedExpert] = []
-        self._of_tower: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._stacked_experts: list[_StackedExpert] = []
+        self._tower_parameters: list[tuple[nn.Parameter, torch.Tensor]] = []
         embedding = self.tensor("embedding.word_embeddings.weight")
         layers = [
             self._build_layer(f"decoder.layers.{number}.", number)
@@ -339,14 +343,14 @@ class WeightStore:
 
     @property
     def _embedding_name(self) -> str:
-        names = self._made_of("embedding.word_embeddings.weight")
+        names = self._hf_names("embedding.word_embeddings.weight")
         assert names is not None
         return names[0]
 
     def _build_tower(self, vision: VisionSpec) -> nn.Module:
         tower = build_tower(vision, self.dtype).requires_grad_(False).to(self.device)
         for name, parameter in tower.named_parameters():
-            self._of_tower.append((parameter, self.tensor(VISION_MODEL + name)))
+            self._tower_parameters.append((parameter, self.tensor(VISION_MODEL + name)))
         return tower
 
     def _build_layer(self, prefix: str, number: int) -> DecoderLayer:
@@ -382,7 +386,7 @@ class WeightStore:
         )
 
     def _experts(self, prefix: str, facts: ExpertLayers) -> ExpertMLP:
-        has_shared = self._made_of(f"{prefix}shared_experts.linear_fc1.weight") is not None
+        has_shared = self._hf_names(f"{prefix}shared_experts.linear_fc1.weight") is not None
         return ExpertMLP(
             facts,
             gate=self.tensor(f"{prefix}router.weight"),
@@ -393,7 +397,7 @@ class WeightStore:
             gate_bias=self.tensor_if_there(f"{prefix}router.bias"),
         )
 
-    def _made_of(self, name: str) -> tuple[str, ...] | None:
+    def _hf_names(self, name: str) -> tuple[str, ...] | None:
         """Return the Hugging Face names of a Megatron parameter; None if the model has no such
         parameter."""
         match = self.arch.family.match_megatron(name, self.arch.spec)
@@ -403,7 +407,7 @@ class WeightStore:
         match = self.arch.family.match_megatron(f"{name}.weight{expert}", self.arch.spec)
         assert match is not None, name
         names = match.sources
-        biases = self._made_of(f"{name}.bias{expert}")
+        biases = self._hf_names(f"{name}.bias{expert}")
         if match.rule.is_stacked:
             return self._expert_of_stack(match, biases)
         bias = None if biases is None else self._allocate(biases)
@@ -426,7 +430,7 @@ class WeightStore:
             None if biases is None else self._stack(biases[0]),
             is_transposed,
         )
-        self._of_stacks.append(one)
+        self._stacked_experts.append(one)
         one.linear = Linear(one.weight, one.bias, self._fixed_rows)
         return self._bound(one.linear, match.sources)
 
@@ -438,7 +442,7 @@ class WeightStore:
     def _bound(self, linear: Linear, names: tuple[str, ...]) -> Linear:
         self.linears.append(linear)
         for name in names:
-            self._linear_of.setdefault(name, []).append(linear)
+            self._linears_of.setdefault(name, []).append(linear)
         return linear
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -447,7 +451,7 @@ class WeightStore:
         return found
 
     def tensor_if_there(self, name: str) -> torch.Tensor | None:
-        names = self._made_of(name)
+        names = self._hf_names(name)
         return None if names is None else self._allocate(names)
 
     def _allocate(self, names: tuple[str, ...]) -> torch.Tensor:
@@ -467,10 +471,10 @@ class WeightStore:
 
     def _bind(self) -> None:
         self.named = {name: owner[first:last] for name, owner, first, last in self._bindings}
-        for one in self._of_stacks:
+        for one in self._stacked_experts:
             one.linear.weight = one.weight
             one.linear.bias = one.bias
-        for parameter, owner in self._of_tower:
+        for parameter, owner in self._tower_parameters:
             parameter.data = owner
 
 
@@ -486,7 +490,7 @@ def make_store(
     dtype_or_auto: str,
     device: torch.device,
     num_positions: int,
-    fixed: bool,
+    fixed_rows: bool,
 ) -> WeightStore:
     """Build the decoder of ``arch`` and fill it from a directory.
 
@@ -507,7 +511,12 @@ def make_store(
             fix="pass --dtype bfloat16 or float32",
         )
     store = WeightStore(
-        arch, dtype, device, num_positions, fixed, Quantisation.read(read_hf_config(model_path))
+        arch,
+        dtype,
+        device,
+        num_positions,
+        fixed_rows,
+        Quantisation.read(read_hf_config(model_path)),
     )
     try:
         store.load_directory(model_path)
@@ -538,7 +547,3 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
         one = one.view(torch.uint8)
         other = other.view(torch.uint8)
     return torch.equal(one, other)
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

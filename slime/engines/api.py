@@ -194,11 +194,10 @@ class EngineClient:
                         f"{path} answered {response.status}: {raw[:500].decode(errors='replace')}"
                     )
                     if response.status == 401:
-                        said = (
-                            "refuses the run's key: "
-                            if key
-                            else "asks for a key, and none is known: "
-                        ) + said
+                        refusal = (
+                            "refuses the run's key" if key else "asks for a key, and none is known"
+                        )
+                        said = f"{refusal}: {said}"
                     raise EngineError(self.url, said, response.status)
         except TimeoutError as error:
             raise EngineError(

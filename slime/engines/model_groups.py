@@ -65,30 +65,25 @@ def served_models(config: Config, rules: GroupRules) -> list[ServedModel]:
     Raises:
         UserError: the file cannot be read, or a value is not valid; names file and key.
     """
-    cluster = config.cluster
-    file = config.engine.sglang_config
-    per_engine = cluster.rollout_num_gpus_per_engine
-    total = cluster.rollout_num_gpus
-    checkpoint = str(config.checkpoint.hf_checkpoint)
-    if file is None:
+    if config.engine.sglang_config is None:
         return only_the_policy(config)
-    path = Path(file)
+    path = Path(config.engine.sglang_config)
+    per_engine = config.cluster.rollout_num_gpus_per_engine
+    total = config.cluster.rollout_num_gpus
+    checkpoint = str(config.checkpoint.hf_checkpoint)
     rows = _models_of(path)
     policy = _policy_of(path, rows, checkpoint)
     models = []
     for number, row in enumerate(rows):
+        name = _name(row)
         groups = tuple(_groups_of(path, row, per_engine, rules))
         if number == policy:
             for place, group in enumerate(groups):
-                rules.check_policy(
-                    config, group.overrides, f"{path}: server group {place} of {_name(row)}"
-                )
-        _check_kinds(path, _name(row), groups)
-        models.append(
-            ServedModel(
-                _name(row), str(row.get("model_path") or checkpoint), number == policy, groups
-            )
-        )
+                where = f"{path}: server group {place} of {name}"
+                rules.check_policy(config, group.overrides, where)
+        _check_kinds(path, name, groups)
+        directory = str(row.get("model_path") or checkpoint)
+        models.append(ServedModel(name, directory, number == policy, groups))
     given = sum(group.num_gpus for model in models for group in model.groups)
     if given != total:
         raise UserError(

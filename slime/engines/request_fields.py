@@ -166,11 +166,9 @@ def required(body: Mapping[str, Any], name: str, kind: FieldKind) -> Any:
 def asks_for_nothing(value: Any) -> bool:
     """Return whether an unsupported field has no effect: it is empty, off, or a list of such
     values."""
-    return value is None or value is False or value in ("", 0) or value == {} or _all_nothing(value)
-
-
-def _all_nothing(value: Any) -> bool:
-    return isinstance(value, list) and all(item is None or item is False for item in value)
+    if isinstance(value, list):
+        return all(item is None or item is False for item in value)
+    return value is None or value is False or value in ("", 0) or value == {}
 
 
 def _instance(value: Any, *types: type) -> Any:

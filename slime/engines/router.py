@@ -66,17 +66,17 @@ def router_flags(name: str, worker_urls: list[str]) -> dict[str, Any]:
 
     ``power_of_two`` only starts with two workers on its command line, so it gets them there; under
     other policies they register (`register_workers`). It polls their load (``/get_load``) at the
-    interval of its start-up checks, which is therefore a second instead of half a minute. With one
-    worker there is no choice.
+    interval of its start-up checks, which is therefore a second instead of half a minute. One
+    worker needs no policy.
     """
     policy = router_policy(name)
-    given = started_with(name, worker_urls)
-    if given:
-        return {"policy": policy, "worker_urls": given, "worker_startup_check_interval": 1}
+    first = workers_at_start(name, worker_urls)
+    if first:
+        return {"policy": policy, "worker_urls": first, "worker_startup_check_interval": 1}
     return {"policy": "round_robin" if policy == "power_of_two" else policy}
 
 
-def started_with(name: str, worker_urls: list[str]) -> list[str]:
+def workers_at_start(name: str, worker_urls: list[str]) -> list[str]:
     """Return the workers that this policy needs on the router's command line.
 
     The router sends them its own key, so external engines are never among them.
@@ -104,7 +104,7 @@ def router_command(
     the router ends with "Address already in use" and is restarted.
 
     Args:
-        worker_urls: workers for policies that need them on the command line (`started_with`).
+        worker_urls: workers for policies that need them on the command line (`workers_at_start`).
     """
     flags: dict[str, Any] = {
         "policy": "cache_aware",
@@ -162,14 +162,14 @@ async def register_workers(
 
     Args:
         timeout: deadline in seconds for all of them together.
-        policy: the name that the router was configured with, see `started_with`.
+        policy: the name that the router was configured with, see `workers_at_start`.
     Raises:
         EngineError: names engines that the router refused or that were not healthy in time.
     """
     end = time.monotonic() + timeout
     async with EngineClient(router_url, timeout=min(timeout, deadlines.WORKERS_LIST)) as router:
         known = {worker.url for worker in await list_workers(router)}
-        known |= set(started_with(policy, worker_urls))
+        known |= set(workers_at_start(policy, worker_urls))
         for url in worker_urls:
             if url not in known:
                 labels = EXTERNAL if keys.is_external(url) else {}

@@ -22,6 +22,7 @@ from typing import Any
 import orjson
 
 from slime.engines import harmony
+from slime.files import read_object
 
 
 @dataclass(frozen=True)
@@ -431,15 +432,10 @@ def chat_template(directory: Path) -> str | None:
     for file in (directory / "chat_template.jinja", directory / "chat_template.json"):
         if file.is_file():
             return file.read_text(encoding="utf-8")
-    file = directory / "tokenizer_config.json"
-    found = orjson.loads(file.read_bytes()).get("chat_template") if file.is_file() else None
-    return (
-        None
-        if not found
-        else found
-        if isinstance(found, str)
-        else json.dumps(found, ensure_ascii=False)
-    )
+    found = read_object(directory / "tokenizer_config.json").get("chat_template")
+    if not found:
+        return None
+    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
 
 
 def tool_schemas(tools: list[Any]) -> dict[str, Mapping[str, Any]]:

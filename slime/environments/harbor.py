@@ -216,7 +216,7 @@ def text_left_in(file: Path) -> str:
     if file.resolve() != file:
         raise OSError(f"{file.name} is a link")
     if file.exists() and not file.is_file():
-        raise OSError(f"{file.name} is no file")
+        raise OSError(f"{file.name} is not a file")
     return file.read_text(encoding="utf-8")
 
 

@@ -26,7 +26,7 @@ _TRAINER_PHASES = {
     "critic_forward_backward": "critic",
 }
 #: Owners whose memory is in the trainer's processes.
-_OF_TRAINER = ("trainer", "critic")
+_TRAINER = ("trainer", "critic")
 _PHASES = {f"perf/{name}_peak_memory_gb": phase for name, phase in _TRAINER_PHASES.items()}
 _ASLEEP = "perf/trainer_asleep_gb"
 _TOLERANCE = 1.05  # of the plan, and of what was measured before
@@ -42,11 +42,11 @@ class Measured:
     """
 
     def __init__(self, plan: MemoryPlan) -> None:
-        self.planned = {metric: _trainer_part(plan, phase) for metric, phase in _PHASES.items()}
+        self.planned = {metric: _trainer_bytes(plan, phase) for metric, phase in _PHASES.items()}
         self.planned[_ASLEEP] = ASLEEP_TENSORS
         self._reported: dict[str, float] = {}
+        # metrics not yet seen, whose first value may lack the moments
         self._without_moments = set(_PHASES) if _has_moments(plan) else set[str]()
-        """Metrics not yet seen, whose first value may lack the moments."""
 
     def compare(self, metrics: Mapping[str, float]) -> list[str]:
         """Return warnings for metrics more than 5 % above the plan, and again after each further
@@ -83,14 +83,14 @@ def _has_moments(plan: MemoryPlan) -> bool:
     return trainer is not None and trainer.moments > 0 and trainer.moments_on_host < 1
 
 
-def _trainer_part(plan: MemoryPlan, name: str) -> float:
+def _trainer_bytes(plan: MemoryPlan, name: str) -> float:
     """Bytes of the trainer's tensors in a phase, on the pipeline stage that holds most."""
-    phases = [phase for phase in plan.phases if phase.name == name]
-    parts = [
-        sum(u.nbytes for u in phase.uses if u.owner in _OF_TRAINER and u.what != CONTEXT)
-        for phase in phases
+    stages = [
+        sum(use.nbytes for use in phase.uses if use.owner in _TRAINER and use.what != CONTEXT)
+        for phase in plan.phases
+        if phase.name == name
     ]
-    return max(parts, default=0.0)
+    return max(stages, default=0.0)
 
 
 def _name(metric: str) -> str:

@@ -260,6 +260,15 @@ def moe_layer_freq(has_experts: list[bool]) -> int | list[int]:
     return 1 if all(has_experts) else [int(here) for here in has_experts]
 
 
+def sparse_step_layers(config: dict[str, Any]) -> int | list[int]:
+    """`moe_layer_freq` of a Qwen config: every ``decoder_sparse_step``-th layer has experts, except
+    those in ``mlp_only_layers``."""
+    step = int(config.get("decoder_sparse_step") or 1)
+    dense = set(config.get("mlp_only_layers") or ())
+    layers = range(int(require(config, "num_hidden_layers")))
+    return moe_layer_freq([layer not in dense and (layer + 1) % step == 0 for layer in layers])
+
+
 def softmax_router(config: dict[str, Any]) -> dict[str, Any]:
     """Arguments of `decoder_spec` for the router of Qwen3-MoE: the top-k of a softmax, renormalised
     if ``norm_topk_prob`` is true.

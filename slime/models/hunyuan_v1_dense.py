@@ -3,17 +3,16 @@ rotation, whose base may be scaled by ``alpha``."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from slime.models.decoder import decoder_spec
-from slime.models.rules import Rule
+from slime.models.rules import renamed
 from slime.models.spec import ModelSpec, require, rotary_settings
 from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
 
 #: Defaults of transformers' HunYuanDenseV1Config for fields that config.json lacks.
 _DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
-_RENAMED = {".q_norm.": ".query_layernorm.", ".k_norm.": ".key_layernorm."}
+_NAMES = {".q_norm.": ".query_layernorm.", ".k_norm.": ".key_layernorm."}
 
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
@@ -31,7 +30,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 def _with_scaled_base(config: dict[str, Any]) -> dict[str, Any]:
     """Replace rotary scaling of type "dynamic" with ``alpha`` by its effect in this family: the
-    base · alpha^(dim / (dim - 2)) at every length. Its other fields have no effect.
+    base times alpha^(dim / (dim - 2)) at every length. Its other fields have no effect.
 
     Source: transformers' HunYuanDenseV1RotaryEmbedding.
     """
@@ -63,18 +62,11 @@ def _alpha(settings: dict[str, Any]) -> float | None:
     return float(settings["alpha"]) if kind == "dynamic" and settings.get("alpha") else None
 
 
-def _renamed(rule: Rule) -> Rule:
-    names = rule.hf_names
-    for before, after in _RENAMED.items():
-        names = tuple(name.replace(before, after) for name in names)
-    return replace(rule, hf=names)
-
-
 HUNYUAN_V1_DENSE = ModelFamily(
     name="hunyuan_v1_dense",
     model_types=("hunyuan_v1_dense",),
     architectures=("HunYuanDenseV1ForCausalLM",),
-    rules=tuple(_renamed(rule) for rule in DENSE_RULES),
+    rules=renamed(DENSE_RULES, _NAMES),
     make_spec=_spec,
     ignored=COMPUTED_BUFFERS,
 )

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from operator import eq
 
-from slime.errors import UserError
+from slime.errors import UserError, first_few
 from slime.models.quantised import FOR_FP8, Quantisation
 from slime.models.spec import ModelSpec
 from slime.models.table import ModelFamily, shapes_of
@@ -191,7 +191,7 @@ class Findings:
                 "packed weight",
             ),
         )
-        return [f"{_few(found)}: {why}" for found, why in kinds if found]
+        return [f"{first_few(found)}: {why}" for found, why in kinds if found]
 
 
 def examine(weights: Sequence[WeightMatrix], quantisation: Quantisation) -> Findings:
@@ -333,7 +333,3 @@ def recommended(weights: Sequence[WeightMatrix], *, fp8: bool = False) -> tuple[
 
 def _names_any(matches: Callable[[str], object], matrix: WeightMatrix) -> bool:
     return any(matches(name) for name in (matrix.module, matrix.weight, matrix.kernel))
-
-
-def _few(found: Sequence[str]) -> str:
-    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")

@@ -4,12 +4,11 @@ tensors of experts have Mixtral's names."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from slime.models.decoder import decoder_spec, num_experts, sigmoid_router
-from slime.models.mixtral import mixtral_names
-from slime.models.rules import Rule
+from slime.models.mixtral import MIXTRAL_NAMES
+from slime.models.rules import renamed
 from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, MOE_RULES, MTP_LAYERS, ModelFamily
 
@@ -47,19 +46,13 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     )
 
 
-def _renamed(rule: Rule) -> Rule:
-    names = mixtral_names(rule).hf_names
-    before = ".gate.e_score_correction_bias"
-    return replace(
-        rule, hf=tuple(name.replace(before, ".e_score_correction_bias") for name in names)
-    )
-
+_NAMES = {**MIXTRAL_NAMES, ".gate.e_score_correction_bias": ".e_score_correction_bias"}
 
 MINIMAX_M2 = ModelFamily(
     name="minimax_m2",
     model_types=("minimax_m2",),
     architectures=("MiniMaxM2ForCausalLM",),
-    rules=DENSE_RULES + tuple(_renamed(rule) for rule in MOE_RULES),
+    rules=DENSE_RULES + renamed(MOE_RULES, _NAMES),
     make_spec=_spec,
     ignored=COMPUTED_BUFFERS + MTP_LAYERS,
 )

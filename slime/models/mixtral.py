@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from slime.models.decoder import (
@@ -12,7 +11,7 @@ from slime.models.decoder import (
     softmax_router,
     windows_everywhere,
 )
-from slime.models.rules import Rule
+from slime.models.rules import renamed
 from slime.models.spec import ModelSpec, require
 from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, MOE_RULES, ModelFamily
 
@@ -25,7 +24,8 @@ _DEFAULTS = {
     "rms_norm_eps": 1e-5,
     "sliding_window": None,
 }
-_RENAMED = {
+#: Part of a name of `MOE_RULES` → part of the name of Mixtral's tensor.
+MIXTRAL_NAMES = {
     ".mlp.": ".block_sparse_moe.",
     ".gate_proj.": ".w1.",
     ".up_proj.": ".w3.",
@@ -51,19 +51,11 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     )
 
 
-def mixtral_names(rule: Rule) -> Rule:
-    """Return a rule of experts or of their router with the names of Mixtral's tensors."""
-    names = rule.hf_names
-    for before, after in _RENAMED.items():
-        names = tuple(name.replace(before, after) for name in names)
-    return replace(rule, hf=names)
-
-
 MIXTRAL = ModelFamily(
     name="mixtral",
     model_types=("mixtral",),
     architectures=("MixtralForCausalLM",),
-    rules=DENSE_RULES + tuple(mixtral_names(rule) for rule in MOE_RULES),
+    rules=DENSE_RULES + renamed(MOE_RULES, MIXTRAL_NAMES),
     make_spec=_spec,
     ignored=COMPUTED_BUFFERS,
 )

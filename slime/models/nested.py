@@ -111,16 +111,16 @@ def inside(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     def inner(name: str) -> str:
         return _INSIDE + name.removeprefix("model.") if name.startswith("model.") else name
 
-    return _renamed(rules, inner)
+    return _with_names(rules, inner)
 
 
 def under(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     """Return the rules for a text model in ``language_model``, including its output layer
     (Mistral 3, Gemma 3)."""
-    return _renamed(rules, lambda name: _UNDER + name)
+    return _with_names(rules, lambda name: _UNDER + name)
 
 
-def _renamed(rules: Sequence[Rule], rename: Callable[[str], str]) -> tuple[Rule, ...]:
+def _with_names(rules: Sequence[Rule], rename: Callable[[str], str]) -> tuple[Rule, ...]:
     return tuple(
         replace(
             rule,

@@ -3,7 +3,6 @@ router, and a shared expert with a gate per token."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from slime.models.decoder import (
@@ -11,12 +10,12 @@ from slime.models.decoder import (
     SLIDING,
     decoder_spec,
     layer_kinds,
-    moe_layer_freq,
     softmax_router,
+    sparse_step_layers,
     windows,
 )
 from slime.models.layouts import REPLICATED
-from slime.models.rules import HF_MLP, MLP, Rule
+from slime.models.rules import HF_MLP, MLP, Rule, renamed
 from slime.models.spec import ModelSpec, require
 from slime.models.table import (
     COMPUTED_BUFFERS,
@@ -42,8 +41,6 @@ _DEFAULTS = {
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
     config = {**_DEFAULTS, **config}
-    step = int(config.get("decoder_sparse_step") or 1)
-    dense = set(config.get("mlp_only_layers") or ())
     layers = range(int(require(config, "num_hidden_layers")))
     is_on = bool(config.get("use_sliding_window"))
     before = int(config["max_window_layers"]) if is_on else 0
@@ -55,9 +52,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
         config,
         "qwen2_moe",
         add_qkv_bias=bool(config["qkv_bias"]),
-        moe_layer_freq=moe_layer_freq(
-            [layer not in dense and (layer + 1) % step == 0 for layer in layers]
-        ),
+        moe_layer_freq=sparse_step_layers(config),
         moe_shared_expert_intermediate_size=int(config["shared_expert_intermediate_size"]),
         moe_shared_expert_gate=True,
         **softmax_router(config),
@@ -65,15 +60,9 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     )
 
 
-def _singular(rule: Rule) -> Rule:
-    return replace(
-        rule, hf=tuple(name.replace("shared_experts", "shared_expert") for name in rule.hf_names)
-    )
-
-
 #: Rules of experts with a gated shared expert.
 GATED_MOE_RULES = (
-    *(_singular(rule) for rule in MOE_RULES),
+    *renamed(MOE_RULES, {"shared_experts": "shared_expert"}),
     Rule(
         MLP + "shared_experts.gate_weight",
         HF_MLP + "shared_expert_gate.weight",

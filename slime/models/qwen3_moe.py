@@ -5,8 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.models.decoder import decoder_spec, moe_layer_freq, softmax_router, windows_everywhere
-from slime.models.spec import ModelSpec, require
+from slime.models.decoder import (
+    decoder_spec,
+    softmax_router,
+    sparse_step_layers,
+    windows_everywhere,
+)
+from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, MOE_RULES, ModelFamily
 
 #: Defaults of transformers' Qwen3MoeConfig for fields that config.json lacks.
@@ -21,10 +26,6 @@ def qwen3_moe_spec(config: dict[str, Any], family: str, default_base: float = 10
     """
     config = {**_DEFAULTS, **config}
     bias = bool(config.get("attention_bias"))
-    step = int(config.get("decoder_sparse_step") or 1)
-    dense = set(config.get("mlp_only_layers") or ())
-    layers = range(int(require(config, "num_hidden_layers")))
-    has_experts = [layer not in dense and (layer + 1) % step == 0 for layer in layers]
     return decoder_spec(
         config,
         family,
@@ -32,7 +33,7 @@ def qwen3_moe_spec(config: dict[str, Any], family: str, default_base: float = 10
         qk_layernorm=True,
         add_qkv_bias=bias,
         output_bias=bias,
-        moe_layer_freq=moe_layer_freq(has_experts),
+        moe_layer_freq=sparse_step_layers(config),
         **softmax_router(config),
         **windows_everywhere(config, "use_sliding_window"),
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.models.decoder import moe_layer_freq, softmax_router
+from slime.models.decoder import softmax_router, sparse_step_layers
 from slime.models.hybrid import MTP, hybrid_spec
 from slime.models.mixers import GATED_ATTENTION, GATED_DELTA_NET
 from slime.models.qwen2_moe import GATED_MOE_RULES
-from slime.models.spec import ModelSpec, require
+from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, MLP_RULES, OUTER_RULES, ModelFamily
 
 #: Defaults of transformers' Qwen3NextConfig for fields that config.json lacks.
@@ -27,15 +27,10 @@ _DEFAULTS = {
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
     config = {**_DEFAULTS, **config}
-    step = int(config.get("decoder_sparse_step") or 1)
-    dense = set(config.get("mlp_only_layers") or ())
-    layers = range(int(require(config, "num_hidden_layers")))
     return hybrid_spec(
         config,
         "qwen3_next",
-        moe_layer_freq=moe_layer_freq(
-            [layer not in dense and (layer + 1) % step == 0 for layer in layers]
-        ),
+        moe_layer_freq=sparse_step_layers(config),
         moe_shared_expert_intermediate_size=int(config["shared_expert_intermediate_size"]),
         moe_shared_expert_gate=True,
         **softmax_router(config),

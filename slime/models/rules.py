@@ -3,8 +3,8 @@ tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from slime.models.layouts import ParamMapping
 from slime.models.spec import ModelSpec
@@ -115,3 +115,18 @@ class Rule:
 
     def applies(self, spec: ModelSpec, layer: int) -> bool:
         return self.when is None or self.when(spec, layer)
+
+
+def renamed(rules: Iterable[Rule], parts: Mapping[str, str]) -> tuple[Rule, ...]:
+    """Return the rules for a checkpoint that has other Hugging Face names.
+
+    Args:
+        parts: part of a name → what replaces it, one after the other.
+    """
+
+    def rename(name: str) -> str:
+        for before, after in parts.items():
+            name = name.replace(before, after)
+        return name
+
+    return tuple(replace(rule, hf=tuple(map(rename, rule.hf_names))) for rule in rules)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from slime.errors import UserError
+from slime.errors import UserError, contents_of
 from slime.models.layouts import DeltaNetSizes
 from slime.models.vision import VisionSpec
 
@@ -136,7 +136,7 @@ class ModelSpec:
     normalised_scores: bool = True
     num_mtp_layers: int = 0
     vision: VisionSpec | None = None
-    padded_vocab_size: int = field(default=0)
+    padded_vocab_size: int = 0
 
     def __post_init__(self) -> None:
         if not self.padded_vocab_size:
@@ -305,7 +305,11 @@ def check_trainable(spec: ModelSpec) -> None:
         )
 
 
-#: Settings that affect neither weights nor outputs in evaluation.
+#: Fields of `ModelSpec` in which weights of the same model may differ. ``transformer`` is compared
+#: setting by setting, without those that affect neither weights nor outputs in evaluation.
+_MAY_DIFFER = frozenset([
+    "transformer", "padded_vocab_size", "max_position_embeddings", "num_mtp_layers", "vision"
+])  # fmt: skip
 _WITHOUT_EFFECT = ("attention_dropout", "hidden_dropout")
 
 
@@ -319,25 +323,7 @@ def check_same_model(spec: ModelSpec, other: ModelSpec, directory: Path) -> None
     Raises:
         UserError: names the differing settings, e.g. the rotary base, with both values.
     """
-    facts = (
-        "family",
-        "activation",
-        "vocab_size",
-        "rotary_base",
-        "rotary_percent",
-        "rotary_scaling",
-        "layer_rotary",
-        "local_rotary",
-        "query_scaling",
-        "tie_embeddings",
-        "pre_norms",
-        "post_norms",
-        "wide_qk_norms",
-        "rotates_first",
-        "embedding_scale",
-        "residual_scale",
-        "logits_scale",
-    )
+    facts = [one.name for one in dataclasses.fields(ModelSpec) if one.name not in _MAY_DIFFER]
     pairs = [(name, getattr(spec, name), getattr(other, name)) for name in facts]
     names = sorted((spec.transformer.keys() | other.transformer.keys()) - {*_WITHOUT_EFFECT})
     pairs += [(name, spec.transformer.get(name), other.transformer.get(name)) for name in names]
@@ -371,11 +357,11 @@ def read_hf_config(source: HfConfig) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text())
     except FileNotFoundError as error:
-        there = sorted(p.name for p in path.parent.iterdir())[:12] if path.parent.is_dir() else None
+        folder = path.parent
         raise UserError(
             f"no model config at {path}",
-            why=f"the directory holds: {', '.join(there) or 'nothing'}"
-            if there is not None
+            why=f"the directory holds: {contents_of(folder)}"
+            if folder.is_dir()
             else "no such directory",
             fix="pass --hf-checkpoint with a Hugging Face model directory (config.json, "
             "*.safetensors, tokenizer), or org/name for a Hub model; no local path of that name "
@@ -546,11 +532,11 @@ def _scaling(settings: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
         )
     if kind in ("llama3", "yarn", "longrope"):
         key = "original_max_position_embeddings"
-        trained = _agreed(config, settings, {}, key, "the length it was made for")
-        if trained is None and config.get("max_position_embeddings") is not None:
-            trained = config["max_position_embeddings"]
-        if trained is not None:
-            scaling[key] = int(trained)
+        original = _agreed(config, settings, {}, key, "the length it was made for")
+        if original is None:
+            original = config.get("max_position_embeddings")
+        if original is not None:
+            scaling[key] = int(original)
     if kind == "longrope":
         longest = require(dict(config), "max_position_embeddings")
         scaling["factor"] = float(scaling.get("factor") or longest / scaling[key])

@@ -291,8 +291,10 @@ class ConsoleSink:
         seconds = metrics.get("perf/step_time")
         took = {"time": duration(seconds)} if seconds is not None else {}
         self._rows.append((step, {**columns, **_held_out(scores), **took}))
-        keys = ("train/loss",) if self._supervised else COLUMNS[0][1]
-        self._watched += [float(metrics[key]) for key in keys if key in metrics][:1]
+        _, keys, _ = SUPERVISED_COLUMNS[0] if self._supervised else COLUMNS[0]
+        key = next((key for key in keys if key in metrics), None)
+        if key is not None:
+            self._watched.append(float(metrics[key]))
         times = phase_seconds(metrics)
         if seconds is not None:
             times["other"] = max(0.0, seconds - sum(times.values()))
@@ -345,11 +347,10 @@ class ConsoleSink:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _where(self, step: int) -> str:
-        return (
-            f"{self._name}  step {step}/{self._total}"
-            if self._total
-            else f"{self._name}  step {step}"
-        )
+        return f"{self._name}  step {self._counted(step)}"
+
+    def _counted(self, step: int) -> str:
+        return f"{step}/{self._total}" if self._total else str(step)
 
     def _score(self, name: str) -> str:
         first = self._first_eval[name]
@@ -374,11 +375,9 @@ class ConsoleSink:
 
     def _eta_text(self) -> str:
         remaining = self.eta()
-        return (
-            f"eta {duration(remaining) if remaining >= 60 else f'{remaining:.0f} s'}"
-            if remaining
-            else ""
-        )
+        if not remaining:
+            return ""
+        return f"eta {duration(remaining)}" if remaining >= 60 else f"eta {remaining:.0f} s"
 
     @property
     def _watched_title(self) -> str:
@@ -416,7 +415,6 @@ class ConsoleSink:
 
     def _header(self) -> RenderableType:
         grid = Table.grid(padding=(0, 2))
-        counter = Text(f"step {self._done}/{self._total}" if self._total else f"step {self._done}")
         bar = ProgressBar(
             total=self._total or None,
             completed=self._done,
@@ -427,7 +425,7 @@ class ConsoleSink:
         )
         grid.add_row(
             Text(self._name, style="bold magenta"),
-            counter,
+            Text(f"step {self._counted(self._done)}"),
             bar,
             Text(self._eta_text(), style="cyan"),
         )

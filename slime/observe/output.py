@@ -56,7 +56,7 @@ def _redirect_to_null(descriptor: int) -> None:
 
 
 def _say(what: str) -> None:
-    logger.warning("%s: the run goes on, and what it says is in its logs alone", what)
+    logger.warning("%s: the run continues, and its messages are only in its logs", what)
 
 
 def lose_terminal() -> None:

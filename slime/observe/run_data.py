@@ -66,17 +66,13 @@ def merge_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     by_step: dict[float, dict[str, Any]] = {}
     for row in rows:
         step = row.get("step")
-        if isinstance(step, (int, float)):
-            added = row.get("nonfinite")
-            nonfinite = [
-                *by_step.get(step, {}).get("nonfinite", []),
-                *(added if isinstance(added, list) else ()),
-            ]
-            merged = {
-                **by_step.get(step, {}),
-                **{k: v for k, v in row.items() if k != "nonfinite" and _is_cell(k, v)},
-            }
-            by_step[step] = {**merged, "nonfinite": nonfinite} if nonfinite else merged
+        if not isinstance(step, (int, float)):
+            continue
+        merged = by_step.setdefault(step, {})
+        merged |= {k: v for k, v in row.items() if k != "nonfinite" and _is_cell(k, v)}
+        added = row.get("nonfinite")
+        if added and isinstance(added, list):
+            merged["nonfinite"] = merged.get("nonfinite", []) + added
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -141,17 +137,15 @@ def read_stages(path: Path, rows: dict[str, list[dict[str, Any]]]) -> list[Stage
         }
         stage.evaluations = {
             p.stem: p
-            for p in sorted(run.samples.glob("eval_*.jsonl"), key=_eval_order)
+            for p in sorted(
+                run.samples.glob("eval_*.jsonl"), key=lambda p: (p.stem != "eval_start", p.stem)
+            )
             if p.is_file()
         }
         if stage.summary.get("state") == "running" and not is_held(path):
             stage.summary = {**stage.summary, "state": "interrupted", "ended": _last_time(stage)}
         stages.append(stage)
     return stages
-
-
-def _eval_order(path: Path) -> tuple[bool, str]:
-    return (path.stem != "eval_start", path.stem)
 
 
 def _last_time(stage: Stage) -> float | None:
@@ -164,21 +158,13 @@ def _last_time(stage: Stage) -> float | None:
 def flags_with_origins(config: dict[str, Any]) -> list[tuple[str, Any, str]]:
     """Return (flag, value, origin) for a configuration file: ``{group: {flag: value}, "origins":
     {flag: origin}}``."""
-    origins = config.get("origins")
-    flags = [
-        (name, value)
-        for group in config
-        if group != "origins"
-        for name, value in _items(config[group])
-    ]
+    groups = {name: flags for name, flags in config.items() if isinstance(flags, dict)}
+    origins = groups.pop("origins", {})
     return [
-        (name, value, str(origins.get(name, "")) if isinstance(origins, dict) else "")
-        for name, value in flags
+        (name, value, str(origins.get(name, "")))
+        for flags in groups.values()
+        for name, value in flags.items()
     ]
-
-
-def _items(group: Any) -> list[tuple[str, Any]]:
-    return list(group.items()) if isinstance(group, dict) else []
 
 
 def config_value(config: dict[str, Any], name: str) -> Any:

@@ -461,7 +461,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             what = f"{folder / '.lock'} is in the run's way"
-            raise UserError(what, "it is no regular file", "remove it, if it is not yours")
+            raise UserError(what, "it is not a regular file", "remove it, if it is not yours")
         try:
             _take_lock(descriptor)
         except BlockingIOError as error:

@@ -89,7 +89,7 @@ class Sinks:
     ) -> None:
         self._run = run
         self._tracing = config.observe.trace
-        self._console, self._sinks = _make(config, run, console)
+        self._console, self._sinks = _make_sinks(config, run, console)
         self._sinks += more
         self._timer = PhaseTimer(on_change=self._console.phase_changed)
         self._flags = vars(config.flat())
@@ -170,28 +170,14 @@ class Sinks:
         """
         is_step = _is_step(metrics)
         end = now()
-        merged = waited_for = self._timer.pop_metrics()
+        phase_times = self._timer.pop_metrics()
         if is_step:
-            merged["perf/log_time"] = self._log_seconds
-            self._log_seconds = 0.0
-            seconds = merged["perf/step_time"] = (
-                end - self._step_start - merged.get("perf/evaluate_time", 0.0)
-            )
-            waited = sum(merged.get(f"perf/{phase}_time", 0.0) for phase in _TRAINER_WAITS)
-            merged |= {"perf/trainer_wait_ratio": waited / seconds} if seconds > 0 else {}
-        merged = {**waited_for, **metrics}
-        if is_step and any(name in merged for name in _IMAGES) and seconds > 0:
-            merged["perf/images/step_ratio"] = (
-                sum(merged.get(name, 0.0) for name in _IMAGES) / seconds
-            )
-        # the driver's waiting time beyond the time that the other processes report as work
-        if is_step:
-            merged["perf/handover_time"] = max(
-                0.0, _named_seconds(waited_for) - _named_seconds(merged)
-            )
+            merged = self._timed_step(phase_times, metrics, end - self._step_start)
+        else:
+            merged = {**phase_times, **metrics}
         self._step_start = end
-        alarms, on = self._alarms.look(metrics_row(step, merged, self._run.stage))
-        merged |= on
+        alarms, alarm_metrics = self._alarms.look(metrics_row(step, merged, self._run.stage))
+        merged |= alarm_metrics
         for sink in self._sinks:
             sink.log(step, merged)
         for alarm in alarms:
@@ -202,6 +188,30 @@ class Sinks:
             if self._tracing:
                 add_phases(self._run.trace / f"rollout_{step - 1:06d}.json", phases)
         self._log_seconds += now() - end
+
+    def _timed_step(
+        self, phase_times: Mapping[str, float], metrics: Mapping[str, float], seconds: float
+    ) -> dict[str, float]:
+        """Return the metrics of a step with its times.
+
+        Args:
+            phase_times: ``perf/{phase}_time`` of the driver's phases.
+            seconds: since the last call of `log`.
+        """
+        driver = {**phase_times, "perf/log_time": self._log_seconds}
+        self._log_seconds = 0.0
+        seconds -= driver.get("perf/evaluate_time", 0.0)
+        driver["perf/step_time"] = seconds
+        if seconds > 0:
+            waited = sum(driver.get(f"perf/{phase}_time", 0.0) for phase in _TRAINER_WAITS)
+            driver["perf/trainer_wait_ratio"] = waited / seconds
+        merged = {**driver, **metrics}
+        if seconds > 0 and any(name in merged for name in _IMAGES):
+            prepared = sum(merged.get(name, 0.0) for name in _IMAGES)
+            merged["perf/images/step_ratio"] = prepared / seconds
+        # the driver's waiting time beyond the time that the other processes report as work
+        merged["perf/handover_time"] = max(0.0, _named_seconds(driver) - _named_seconds(merged))
+        return merged
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log an evaluation of a step that has been logged already, as a row of its own; readers
@@ -252,14 +262,14 @@ class Sinks:
         self.close("finished" if kind is None else "failed")
 
 
-def _make(
+def _make_sinks(
     config: Config, run: RunFolder, console: Console | None
 ) -> tuple[ConsoleSink, list[Sink]]:
     """Create the sinks that flags choose. Returns the console sink, and all sinks."""
     supervised = config.algorithm.trains_on_data
     name = f"{run.path.name}/{run.stage}" if run.stage else run.path.name
-    first = ConsoleSink(name, config.rollout.num_rollout or 0, console, supervised)
-    sinks: list[Sink] = [first, JsonlSink(run)]
+    console_sink = ConsoleSink(name, config.rollout.num_rollout or 0, console, supervised)
+    sinks: list[Sink] = [console_sink, JsonlSink(run)]
     if config.observe.use_tensorboard:
         from slime.observe.tensorboard_sink import TensorBoardSink
 
@@ -281,4 +291,4 @@ def _make(
         from slime.observe.swanlab_sink import SwanlabSink
 
         sinks.append(SwanlabSink(config, run))
-    return first, sinks
+    return console_sink, sinks

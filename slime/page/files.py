@@ -67,7 +67,7 @@ def new_lines(
     status = os.fstat(file.fileno())
     if not stat.S_ISREG(status.st_mode):  # reading a pipe would block
         file.close()
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     begins = max(0, place.size - _TAIL)
     file.seek(begins)
     same = status.st_ino == place.inode and status.st_size >= place.size

@@ -63,74 +63,55 @@ def timeline(events: Sequence[Any]) -> dict[str, Any]:
         for e in events
         if e.get("ph") in ("X", "C", "i") and e.get("pid") in (DRIVER, ENGINE, SAMPLES)
     ]
-    if not timed:
-        return {
-            "length": 0,
-            "phases": [],
-            "counters": {},
-            "lanes": [],
-            "lanes_from": 0,
-            "lanes_to": 0,
-            "left_out": 0,
-        }
-    start = min(e["ts"] for e in timed)
-    end = max(e["ts"] + _duration(e) for e in timed)
-
-    def ms(microseconds: float) -> float:
-        return round(microseconds / 1000, 3)
-
-    driver: list[list[Any]] = [
-        [
-            phase_word(str(e.get("name"))),
-            ms(e["ts"] - start),
-            ms(_duration(e)),
-            PHASE_COLORS.get(str(e.get("name")), 7),
-        ]
-        for e in timed
-        if e["pid"] == DRIVER and e["ph"] == "X"
-    ]
+    start = min((e["ts"] for e in timed), default=0)
+    end = max((e["ts"] + _duration(e) for e in timed), default=0)
+    phases: list[list[Any]] = []
     counters: dict[str, list[tuple[float, float | None]]] = {}
     for event in timed:
-        if event["ph"] == "C" and isinstance(event.get("args"), dict):
-            for name, value in event["args"].items():
-                counters.setdefault(str(name), []).append((ms(event["ts"] - start), value))
-    titles = {
-        e.get("tid"): str(e["args"].get("name"))
-        for e in events
-        if e.get("ph") == "M"
-        and e.get("name") == "thread_name"
-        and e.get("pid") == SAMPLES
-        and e.get("args")
+        name = str(event.get("name"))
+        at = _ms(event["ts"] - start)
+        if event["pid"] == DRIVER and event["ph"] == "X":
+            color = PHASE_COLORS.get(name, 7)
+            phases.append([phase_word(name), at, _ms(_duration(event)), color])
+        elif event["ph"] == "C" and isinstance(event.get("args"), dict):
+            for counter, value in event["args"].items():
+                counters.setdefault(str(counter), []).append((at, value))
+    lanes = _sample_lanes(events, start)
+    spans = [span for lane in lanes for span in lane["spans"]]
+    return {
+        "length": _ms(end - start),
+        "phases": phases,
+        "counters": {name: thin(points, _MOST_POINTS) for name, points in counters.items()},
+        "lanes": lanes[:_MOST_LANES],
+        "lanes_from": min((span[1] for span in spans), default=0),
+        "lanes_to": max((round(span[1] + span[2], 3) for span in spans), default=0),
+        "left_out": max(0, len(lanes) - _MOST_LANES),
     }
-    lanes: dict[Any, list[list[Any]]] = {tid: [] for tid in titles}
-    for event in timed:
-        if event["pid"] == SAMPLES and event["ph"] in ("X", "i"):
-            name = str(event.get("name"))
-            span = [
-                _SPANS.get(name, name),
-                ms(event["ts"] - start),
-                ms(_duration(event)),
-                0,
-                event.get("args") or {},
-            ]
+
+
+def _sample_lanes(events: Sequence[dict[str, Any]], start: float) -> list[dict[str, Any]]:
+    """Return the samples' lanes that have spans, the last to end first."""
+    titles: dict[Any, str] = {}
+    lanes: dict[Any, list[list[Any]]] = {}
+    for event in events:
+        if event.get("pid") != SAMPLES:
+            continue
+        name = str(event.get("name"))
+        args = event.get("args") or {}
+        if event.get("ph") == "M" and name == "thread_name" and args:
+            titles[event.get("tid")] = str(args.get("name"))
+        elif event.get("ph") in ("X", "i"):
+            at = _ms(event["ts"] - start)
+            span = [_SPANS.get(name, name), at, _ms(_duration(event)), 0, args]
             lanes.setdefault(event.get("tid"), []).append(span)
     for spans in lanes.values():
         _set_depths(spans)
-    named = [
-        {"name": titles.get(tid, str(tid)), "spans": spans} for tid, spans in lanes.items() if spans
-    ]
-    # the last to end first
-    named.sort(key=lambda lane: -max(span[1] + span[2] for span in lane["spans"]))
-    shown = [span for lane in named for span in lane["spans"]]
-    return {
-        "length": ms(end - start),
-        "phases": driver,
-        "counters": {name: thin(points, _MOST_POINTS) for name, points in counters.items()},
-        "lanes": named[:_MOST_LANES],
-        "lanes_from": min((span[1] for span in shown), default=0),
-        "lanes_to": max((round(span[1] + span[2], 3) for span in shown), default=0),
-        "left_out": max(0, len(named) - _MOST_LANES),
-    }
+    named = [{"name": titles.get(tid, str(tid)), "spans": spans} for tid, spans in lanes.items()]
+    return sorted(named, key=lambda lane: -max(span[1] + span[2] for span in lane["spans"]))
+
+
+def _ms(microseconds: float) -> float:
+    return round(microseconds / 1000, 3)
 
 
 def _duration(event: dict[str, Any]) -> float:

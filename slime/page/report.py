@@ -31,7 +31,7 @@ def write_report(run_dir: str | Path, output: str | Path | None = None) -> Path:
     `output` is given).
 
     Raises:
-        UserError: `run_dir` is no run folder.
+        UserError: `run_dir` is not a run folder.
         OSError: the file cannot be written.
     """
     run = read_run(Path(run_dir))
@@ -53,7 +53,7 @@ def write_comparison(run_dirs: Sequence[str | Path], output: str | Path | None =
     default).
 
     Raises:
-        UserError: one of them is no run folder.
+        UserError: one of them is not a run folder.
         OSError: the file cannot be written.
     """
     runs = [read_run(Path(run_dir)) for run_dir in run_dirs]

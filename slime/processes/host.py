@@ -54,7 +54,7 @@ def num_gpus(environ: dict[str, str] | None = None, devices: Path = Path("/dev")
         4
 
     Raises:
-        UserError: SLIME_NUM_GPUS is no number.
+        UserError: SLIME_NUM_GPUS is not a number.
     """
     env = os.environ if environ is None else environ
     given = env.get("SLIME_NUM_GPUS", "")

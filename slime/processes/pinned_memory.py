@@ -151,10 +151,7 @@ class HostMemory:
         Raises:
             UserError: the host has too little memory.
         """
-        sizes = [
-            -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-            for tensor in tensors
-        ]
+        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
         on_gpu = any(tensor.is_cuda for tensor in tensors)
         if sum(sizes) > self.nbytes:
             self._grow(sum(sizes), pin=on_gpu)

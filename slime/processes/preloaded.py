@@ -88,7 +88,9 @@ class ForkedProcess:
             adjustment = _oom_score_adjustment()
             self._server = _connect(os.environ.get(VARIABLE, ""))
             try:
-                self.pid = _ask(self._server, argv, env, stdio, adjustment, is_watched=True)
+                self.pid = _request_fork(
+                    self._server, argv, env, stdio, adjustment, is_watched=True
+                )
             except BaseException:
                 self._server.close()
                 raise
@@ -128,7 +130,7 @@ def _connect(path: str) -> socket.socket:
     return server
 
 
-def _ask(
+def _request_fork(
     server: socket.socket,
     argv: Sequence[str],
     env: Mapping[str, str],
@@ -187,7 +189,7 @@ def _start_worker(path: str, argv: list[str]) -> None:
         # Ray writes this into /proc for the process that it started, which is this one
         adjustment = int(os.environ.get(_OOM_SCORE_ADJUSTMENT, 1000))
         try:
-            _ask(_connect(path), argv, os.environ, (0, 1, 2), adjustment, is_watched=False)
+            _request_fork(_connect(path), argv, os.environ, (0, 1, 2), adjustment, is_watched=False)
             return
         except (OSError, ValueError):
             pass  # the fallback follows
@@ -260,7 +262,7 @@ class _ForkServer:
                     if request is not None:
                         return request
                 elif key.data in self._clients:  # the client has ended, or stopped its watch
-                    self._forget(key.data)
+                    self._drop_client(key.data)
                     os.kill(key.data, signal.SIGKILL)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
@@ -273,7 +275,7 @@ class _ForkServer:
             request = json.loads(data)
             pid = os.fork() if self._may_fork(request) else _REFUSED
             if pid == 0:
-                self._close(client)
+                self._close_in_child(client)
                 return request | {"stdio": stdio, "added": self._added}
             if pid > 0 and request["is_watched"]:
                 self._clients[pid] = client
@@ -305,13 +307,13 @@ class _ForkServer:
             and theirs == ours
         )
 
-    def _close(self, client: socket.socket) -> None:
-        """Close in a child what only the server may hold."""
+    def _close_in_child(self, client: socket.socket) -> None:
+        """Close the server's sockets and selector in a child."""
         self._selector.close()
         for each in (self._listener, client, *self._clients.values()):
             each.close()
 
-    def _forget(self, pid: int) -> None:
+    def _drop_client(self, pid: int) -> None:
         client = self._clients.pop(pid)
         self._selector.unregister(client)
         client.close()
@@ -330,7 +332,7 @@ class _ForkServer:
             if pid in self._clients:
                 with contextlib.suppress(OSError):  # the client has just ended
                     self._clients[pid].send(str(code).encode())
-                self._forget(pid)
+                self._drop_client(pid)
 
 
 def _run(request: Mapping[str, Any]) -> None:

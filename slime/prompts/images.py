@@ -147,7 +147,8 @@ class ImageSources:
         return source
 
     def _located(self, value: Any) -> Source:
-        """
+        """Find an image by a value of a row: bytes, base64, a data URI, a path or a URL.
+
         Raises:
             ImageError: the value has another type, or is a URL without --allow-image-urls.
             OSError: there is no such file or server.
@@ -174,7 +175,8 @@ class ImageSources:
 
 
 def decoded_base64(text: str) -> bytes:
-    """
+    """Decode base64, which may have whitespace in it.
+
     Raises:
         ImageError: the text is not valid base64.
     """
@@ -185,7 +187,8 @@ def decoded_base64(text: str) -> bytes:
 
 
 def from_data_uri(value: str) -> bytes:
-    """
+    """Return the bytes in a data URI.
+
     Raises:
         ImageError: the URI has no base64.
     """
@@ -220,7 +223,8 @@ def kept(sources: Iterable[Source], folder: str) -> list[str]:
 
 
 def bytes_of(source: Source) -> bytes:
-    """
+    """Return the bytes of an image, from its file unless they are given.
+
     Raises:
         OSError: the file no longer exists.
     """

@@ -136,10 +136,10 @@ class Scan:
         return [self.unread.warning(path, self.looked_at)] if is_noted else []
 
     def templated_warning(self, path: str, checker: Checker) -> str:
-        """Prompts that carry the chat template already; "" if there are none."""
+        """Warn of prompts that carry the chat template already; "" if there are none."""
         if not self.templated:
             return ""
-        return templated_warning(path, self.templated, self.first_templated, checker.markers)
+        return _templated_warning(path, self.templated, self.first_templated, checker.markers)
 
 
 @dataclass
@@ -235,7 +235,7 @@ class Checker:
             except RowProblem as problem:
                 raise problem.at(where) from problem
             if self.markers and carries_template(prompt.bare, self.markers):
-                tell(logger, "%s", templated_warning("streamed data", 1, where, self.markers))
+                tell(logger, "%s", _templated_warning("streamed data", 1, where, self.markers))
                 self.markers = []  # once is enough
             prompt.where = where
             yield prompt, self.lengths([prompt])[0]
@@ -376,7 +376,7 @@ def _digest(rows: Rows, checker: Checker) -> str:
     return digest.hexdigest()
 
 
-def templated_warning(path: str, count: int, where: str, markers: list[str]) -> str:
+def _templated_warning(path: str, count: int, where: str, markers: list[str]) -> str:
     return (
         f"{path}: {count} prompts already carry the chat template (first: {where}; markers: "
         f"{', '.join(markers)}), and --apply-chat-template would apply it a second time; leave "
@@ -408,12 +408,12 @@ def scan_rows(rows: Rows, positions: Sequence[int], checker: Checker, num_worker
             num_workers,
             seconds,
         )
-    for part in _scan_all(rows, positions, checker, num_workers):
+    for part in _scan_in_processes(rows, positions, checker, num_workers):
         total.merge(part)
     return total
 
 
-def _scan_all(
+def _scan_in_processes(
     rows: Rows, positions: Sequence[int], checker: Checker, num_workers: int
 ) -> Iterator[Scan]:
     tasks = [positions[low : low + _TASK] for low in range(0, len(positions), _TASK)]

@@ -38,7 +38,7 @@ from slime.data_path import (
     split_name,
     split_slice,
 )
-from slime.errors import UserError
+from slime.errors import UserError, contents_of
 from slime.prompts import dataset_folders
 from slime.prompts.arrow_rows import TableRows, iter_parquet, load_file
 from slime.prompts.labels import JsonRow, NumberAsWritten, written_integer
@@ -159,8 +159,7 @@ def _missing(file: str) -> UserError:
     folder = Path(file).parent
     why = f"there is no folder {folder}"
     if folder.is_dir():
-        there = sorted(entry.name for entry in folder.iterdir())[:12]
-        why = f"{folder} has: {', '.join(there) or 'nothing'}"
+        why = f"{folder} has: {contents_of(folder)}"
     return UserError(
         f"there is no data file '{file}'",
         why=why,

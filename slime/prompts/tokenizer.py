@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from slime.errors import UserError
+from slime.errors import UserError, contents_of
+from slime.files import read_object
 from slime.models.gemma3 import GEMMA3
 from slime.models.siglip import GEMMA3_VISION, image_tokens
 from slime.processes.garbage import paused
@@ -51,25 +52,25 @@ def load_tokenizer(
             "tokenizer",
         )
     if not has_tokenizer(folder):
-        there = ", ".join(sorted(entry.name for entry in folder.iterdir())[:12]) or "nothing"
         raise UserError(
             f"the model directory '{path}' has no tokenizer",
-            why=f"it has: {there}; looked for {', '.join(_TOKENIZER_FILES)}",
+            why=f"it has: {contents_of(folder)}; looked for {', '.join(_TOKENIZER_FILES)}",
             fix="copy tokenizer.json and tokenizer_config.json of the model into it",
         )
     try:
-        if without_torch and (folder / "tokenizer.json").is_file() and not _brings_code(folder):
+        # a directory that names a class of its own may need that class; transformers may have it
+        has_own_class = bool(read_object(folder / "tokenizer_config.json").get("auto_map"))
+        if without_torch and (folder / "tokenizer.json").is_file() and not has_own_class:
             with paused():
                 from transformers import PreTrainedTokenizerFast
 
-            found = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
-            _surround_images(found, folder)
-            return found
-        with paused():
-            from transformers import AutoTokenizer
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+        else:
+            with paused():
+                from transformers import AutoTokenizer
 
-        options = {"local_files_only": True, "trust_remote_code": trust_remote_code, **kwargs}
-        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+            options = {"local_files_only": True, "trust_remote_code": trust_remote_code, **kwargs}
+            tokenizer = AutoTokenizer.from_pretrained(path, **options)
         _surround_images(tokenizer, folder)
         return tokenizer
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
@@ -95,7 +96,7 @@ def _surround_images(tokenizer: Any, folder: Path) -> None:
     A template that marks answers with ``generation`` stays as it is, since a filter around it would
     move the marks; rows with images are then refused.
     """
-    config = _json_of(folder / "config.json")
+    config = read_object(folder / "config.json")
     template = tokenizer.chat_template
     if config.get("model_type") not in GEMMA3.model_types or not isinstance(template, str):
         return
@@ -110,20 +111,6 @@ def _surround_images(tokenizer: Any, folder: Path) -> None:
 
 def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _TOKENIZER_FILES)
-
-
-def _brings_code(folder: Path) -> bool:
-    """Whether the directory names its own tokenizer class; transformers may have the same class."""
-    return bool(_json_of(folder / "tokenizer_config.json").get("auto_map"))
-
-
-def _json_of(path: Path) -> dict[str, Any]:
-    """Return the object in a file; {} if there is none."""
-    try:
-        found = orjson.loads(path.read_bytes())
-    except (OSError, orjson.JSONDecodeError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 @functools.lru_cache(maxsize=8)
@@ -194,12 +181,10 @@ def end_token_ids(tokenizer: Any, path: str) -> frozenset[int]:
 
 def _named_ends(tokenizer: Any, path: str) -> dict[str, set[int]]:
     """The end tokens by the file of the model that names them."""
-    config = Path(path) / "config.json"
-    read = orjson.loads(config.read_bytes()) if config.is_file() else {}
     named = {
         "tokenizer": tokenizer.eos_token_id,
         "generation_config.json": generation_config_of(path).get("eos_token_id"),
-        "config.json": read.get("eos_token_id"),
+        "config.json": read_object(Path(path) / "config.json").get("eos_token_id"),
     }
     return {
         where: {one for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)}
@@ -231,11 +216,11 @@ def end_token_conflicts(tokenizer: Any, path: str) -> list[str]:
     ]
     if not strange:
         return []
-    told = ", ".join(f"{where} {_shown_tokens(tokenizer, found)}" for where, found in ids.items())
+    named = ", ".join(f"{where} {_shown_tokens(tokenizer, found)}" for where, found in ids.items())
     ends = f"; the chat template ends a turn with {_shown_tokens(tokenizer, turn)}" if turn else ""
     used = _shown_tokens(tokenizer, set().union(*ids.values()))
     return [
-        f"the model's files name different end tokens: {told}{ends}. Generation stops at each of "
+        f"the model's files name different end tokens: {named}{ends}. Generation stops at each of "
         f"{used}: a token that only {' and '.join(strange)} names cuts answers where it occurs. "
         f"Supervised texts end with {_shown_tokens(tokenizer, main)}; correct eos_token_id in "
         f"{' and '.join(strange)}"

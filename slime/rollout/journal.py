@@ -323,14 +323,15 @@ class Journal:
         return self._files[rollout_id]
 
     def _give_up(self, problem: Exception, place: str) -> None:
-        """
+        """End the journal, because a sample has a value that cannot be pickled.
+
         Args:
             place: where a user function has put a value that cannot be pickled.
         """
         self._is_open = False
         why = f"a function of yours has set {place}" if place else ""
         logger.error(
-            "the journal ends here, what is generated from now on is lost with a crash: %s",
+            "the journal ends here; a crash would lose what is generated from now on: %s",
             why or f"{type(problem).__name__}: {problem}",
         )
 
@@ -340,8 +341,8 @@ class Journal:
         if rollout_id not in self._unwritable:
             self._unwritable.add(rollout_id)
             logger.error(
-                "the journal of rollout %d ends here, what it generates from now on is lost with "
-                "a crash: %s: %s; the next rollout has a file of its own",
+                "the journal of rollout %d ends here; a crash would lose what it generates from "
+                "now on: %s: %s. The next rollout has a file of its own",
                 rollout_id,
                 type(problem).__name__,
                 problem,

@@ -129,17 +129,7 @@ def draw_groups(
         encoder.read_ahead([sample for (sample,) in drawn])
         for (sample,) in drawn:
             index = sample.group_index if sample.group_index is not None else len(groups)
-            try:
-                samples = encoder.encode(sample)
-            except UserError as error:
-                place = source.where(index) if isinstance(source, PromptSource) else ""
-                failure = UserError(
-                    f"{place or f'row of draw {index}'}: {error.what}", error.why, error.fix
-                )
-                if not (isinstance(source, PromptSource) and source.passes_over):
-                    raise failure from error
-                tell(logger, "%s; such rows are left out", failure, once=f"sft {error.what}")
-                samples = []
+            samples = _encode(encoder, sample, source, index)
             is_fitting = [
                 _fits(len(one.tokens), limit) and _fits(one.prompt_length, prompt_limit)
                 for one in samples
@@ -162,21 +152,45 @@ def draw_groups(
                 raise _all_too_long(too_long, limit, prompt_limit)
     encoder.totals.tell(tokenizer)
     if left_out:
-        tell(
-            logger,
-            "%d of %d samples drawn for a batch are too long and left out (the longest: %d "
-            "tokens, %d before the first trained one): --seq-length %s, --rollout-max-context-len "
-            "%s, --rollout-max-prompt-len %s. A metric counts them from here on",
-            len(left_out),
-            len(left_out) + sum(len(group.samples) for group in groups),
-            max(len(sample.tokens) for sample in left_out),
-            max(sample.prompt_length for sample in left_out),
-            config.train.seq_length,
-            config.rollout.rollout_max_context_len,
-            config.data.rollout_max_prompt_len,
-            once="sft too long",
-        )
+        num_kept = sum(len(group.samples) for group in groups)
+        _tell_too_long(config, left_out, len(left_out) + num_kept)
     return DrawnGroups(groups, left_out)
+
+
+def _encode(encoder: Encoder, sample: Sample, source: DataSource, index: int) -> list[Sample]:
+    """Encode a row; [] if it cannot be encoded and the source passes over such rows.
+
+    Raises:
+        UserError: the row cannot be encoded; names its place.
+    """
+    try:
+        return encoder.encode(sample)
+    except UserError as error:
+        place = source.where(index) if isinstance(source, PromptSource) else ""
+        failure = UserError(
+            f"{place or f'row of draw {index}'}: {error.what}", error.why, error.fix
+        )
+        if not (isinstance(source, PromptSource) and source.passes_over):
+            raise failure from error
+        tell(logger, "%s; such rows are left out", failure, once=f"sft {error.what}")
+        return []
+
+
+def _tell_too_long(config: Config, left_out: list[Sample], num_drawn: int) -> None:
+    tell(
+        logger,
+        "%d of %d samples drawn for a batch are too long and left out (the longest: %d tokens, %d "
+        "before the first trained one): --seq-length %s, --rollout-max-context-len %s, "
+        "--rollout-max-prompt-len %s. A metric counts them from here on",
+        len(left_out),
+        num_drawn,
+        max(len(sample.tokens) for sample in left_out),
+        max(sample.prompt_length for sample in left_out),
+        config.train.seq_length,
+        config.rollout.rollout_max_context_len,
+        config.data.rollout_max_prompt_len,
+        once="sft too long",
+    )
 
 
 def sft_limits(config: Config) -> tuple[int | None, int | None]:

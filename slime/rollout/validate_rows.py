@@ -383,7 +383,8 @@ class _LengthCheck:
         self._context = model_context(config) if self._limit is None else None
 
     def problems(self, drawn: tuple[int, int], longest: int) -> Iterator[RowProblem]:
-        """
+        """Yield the problems with the length of a row.
+
         Args:
             drawn: tokens of the sample that decides, and of the part before its first trained
                 token.

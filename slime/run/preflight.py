@@ -241,8 +241,8 @@ def _check_longest_sequence(config: Config, spec: ModelSpec) -> None:
         return
     said = ", ".join(f"{option}: {bound}" for option, bound in given.items())
     raise UserError(
-        f"sequences may be longer than {limit} tokens, and the model's rotary frequencies are "
-        "others then",
+        f"sequences may be longer than {limit} tokens, for which the model has other rotary "
+        "frequencies",
         why="it has longrope: transformers and engines change the frequencies of a whole sequence "
         f"that is longer; here those of up to {limit} tokens are computed "
         f"({said or 'no flag bounds the length'})",
@@ -876,8 +876,8 @@ def _check_answers(address: str) -> None:
     if not answers:
         raise UserError(
             f"no Ray cluster answers at {address}",
-            why="somebody listens there, and gives no answer of Ray's (waited for "
-            f"{deadlines.PREFLIGHT_CONNECT:.0f} s at most)",
+            why="somebody listens there, but does not answer as Ray does (waited for at most "
+            f"{deadlines.PREFLIGHT_CONNECT:.0f} s)",
             fix=f"the address is that of Ray's GCS (6379 by default), not of its dashboard; {fix}",
         )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime import deadlines
-from slime.checkpoints.critic_part import discard_critics
+from slime.checkpoints.critic_part import discard_all_parts
 from slime.checkpoints.directory import discard_partial, is_saved, iteration_name, newest_whole
 from slime.checkpoints.run_models import newest_model
 from slime.config.config import Config
@@ -189,10 +189,10 @@ class Saving:
     def discard_unfinished(self) -> None:
         """Remove a partial checkpoint whose writers have ended."""
         if self._flags.save is not None and self._begun is not None:
-            discard_critics(Path(self._flags.save))
+            discard_all_parts(Path(self._flags.save))
             final = Path(self._flags.save) / iteration_name(self._begun)
             if discard_partial(final):
-                logger.warning("%s was not finished; what there was of it is removed", final)
+                logger.warning("%s was not finished, and is removed", final)
 
     # -- what to resume from -----------------------------------------------------------------------
 

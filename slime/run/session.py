@@ -143,7 +143,7 @@ class Session:
         self.sinks.begin(schedule.start_rollout_id, schedule.num_rollout, total, saved)
         phases = (f"{name} {seconds:.1f} s" for name, seconds in launch.seconds.items())
         logger.info("launched: %s", ", ".join(phases))
-        logger.info("what your own functions print is in %s", self.run.logs / "rollout.log")
+        logger.info("the output of your functions is in %s", self.run.logs / "rollout.log")
         self.staleness.remember(
             launch.pushes | {push.version: push.trained for push in self._pushes.earlier}
         )

@@ -19,7 +19,7 @@ from slime.samples.sample_fields import (
 from slime.user_code.loading import FunctionFailed, shown
 
 #: Fields that these functions may set.
-_NOTES = tuple(name for name, field in FIELDS.items() if not field.is_frozen)
+_SETTABLE = tuple(name for name, field in FIELDS.items() if not field.is_frozen)
 
 
 @contextlib.contextmanager
@@ -49,29 +49,29 @@ def frozen(
     """
     before = [(sample, [_copy(vars(sample).get(name)) for name in FROZEN]) for sample in samples]
     kinds = [type(sample) for sample in samples]
-    notes = [[vars(sample).get(name) for name in _NOTES] for sample in samples]
-    entries = [(given, given[:]) for given in lists]
+    settable = [[vars(sample).get(name) for name in _SETTABLE] for sample in samples]
+    copies_of_lists = [(given, given[:]) for given in lists]
     try:
         yield
     except BaseException:
         for sample, copies in before:  # a retry gets the sample as it was
             _set_back(sample, copies)
         raise
-    told: list[str] = []
+    changes: list[str] = []
     for (sample, copies), kind in zip(before, kinds):
         if type(sample) is not kind:
             now = type(sample)
             sample.__class__ = kind
-            told.append(
+            changes.append(
                 f"the class (from {kind.__name__} to {now.__name__}) of the sample with index "
                 f"{sample.index}"
             )
         if change := _set_back(sample, copies):
-            told.append(change)
-    if told:
-        more = f" (so it did with {len(told) - 1} more samples)" if len(told) > 1 else ""
+            changes.append(change)
+    if changes:
+        more = f" (so it did with {len(changes) - 1} more samples)" if len(changes) > 1 else ""
         raise FunctionFailed(
-            f"{origin} changed {told[0]}{more}",
+            f"{origin} changed {changes[0]}{more}",
             why="generated content is trained on unchanged: such a function may set reward, "
             "metadata, train_metadata, remove_sample, teacher_log_probs and its own "
             "attributes, and only read the rest",
@@ -79,33 +79,42 @@ def frozen(
             "--rollout-sample-filter-path; to change tokens or masks, use "
             "--custom-generate-function-path or --rollout-sample-hook-path",
         )
-    for sample, values in zip(samples, notes):
-        _check_notes(sample, values, origin, keeps_reward)
-    for given, kept in entries:
-        ids = [id(sample) for sample in given]
-        ids_before = [id(sample) for sample in kept]
-        if (ids != ids_before) if is_ordered else (sorted(ids) != sorted(ids_before)):
-            what = "the order"
-            if len(ids) != len(ids_before):
-                what = f"the length ({len(ids_before)}, now {len(ids)})"
-            given[:] = kept
-            raise FunctionFailed(
-                f"{origin} changed {what} of a list of samples that it was given",
-                why="its results refer to the original list; removed entries would still be "
-                "trained on",
-                fix="work on a copy, sorted(samples); to drop a group, use "
-                "--dynamic-sampling-filter-path; to keep a sample out of the loss, set its "
-                "remove_sample",
-            )
+    for sample, values in zip(samples, settable):
+        _check_settable(sample, values, origin, keeps_reward)
+    for given, kept in copies_of_lists:
+        _check_list(given, kept, origin, is_ordered)
 
 
-def _check_notes(sample: Any, before: Sequence[Any], origin: str, keeps_reward: bool) -> None:
+def _check_list(given: list[Any], before: list[Any], origin: str, is_ordered: bool) -> None:
+    """Check that a list still has its entries, in their order if ``is_ordered``.
+
+    Raises:
+        FunctionFailed: it has not. The list is restored first.
+    """
+    ids = [id(sample) for sample in given]
+    ids_before = [id(sample) for sample in before]
+    if ids == ids_before or (not is_ordered and sorted(ids) == sorted(ids_before)):
+        return
+    what = "the order"
+    if len(ids) != len(ids_before):
+        what = f"the length ({len(ids_before)}, now {len(ids)})"
+    given[:] = before
+    raise FunctionFailed(
+        f"{origin} changed {what} of a list of samples that it was given",
+        why="its results refer to the original list; removed entries would still be trained on",
+        fix="work on a copy, sorted(samples); to drop a group, use "
+        "--dynamic-sampling-filter-path; to keep a sample out of the loss, set its "
+        "remove_sample",
+    )
+
+
+def _check_settable(sample: Any, before: Sequence[Any], origin: str, keeps_reward: bool) -> None:
     """Check the values of fields that a function was allowed to set.
 
     Raises:
         FunctionFailed: a value is invalid. The field is restored first.
     """
-    for name, then in zip(_NOTES, before):
+    for name, then in zip(_SETTABLE, before):
         now = as_list(vars(sample).get(name)) if name in PER_TOKEN else vars(sample).get(name)
         if now is then:
             continue
@@ -143,11 +152,11 @@ def _copy(value: Any) -> Any:
 
 def _set_back(sample: Any, copies: Sequence[Any]) -> str:
     """Restore the frozen fields; return a description of the first change, or ""."""
-    told = ""
+    first = ""
     fields = vars(sample)
     for name, before in zip(FROZEN, copies):
         now = fields.get(name)
-        if now is before or (type(now) is list and _is_still(now, before)):
+        if now is before or (type(now) is list and _is_same(now, before)):
             continue
         if isinstance(now, (str, int)) and now == before:
             continue
@@ -155,11 +164,11 @@ def _set_back(sample: Any, copies: Sequence[Any]) -> str:
         if type(now) is list and now == before:  # the pickles differ, the values do not
             continue
         setattr(sample, name, before)
-        told = told or f"{_change(name, before, now)} of the sample with index {sample.index}"
-    return told
+        first = first or f"{_change(name, before, now)} of the sample with index {sample.index}"
+    return first
 
 
-def _is_still(now: list[Any], before: Any) -> bool:
+def _is_same(now: list[Any], before: Any) -> bool:
     return pickle.dumps(now) == before if type(before) is bytes else now == before
 
 

@@ -340,7 +340,7 @@ def reward_number(value: Any, origin: str, role: str, why: str = "") -> float:
         role: what it was returned as: "the reward of sample 3".
         why: more about the sample, where the number is not finite.
     Raises:
-        FunctionFailed: it is no number, not finite, or beyond 1e18.
+        FunctionFailed: it is not a number, not finite, or beyond 1e18.
     """
 
     def refused(why: str) -> FunctionFailed:

@@ -15,9 +15,6 @@ import numpy as np
 
 from slime.samples.sample_fields import token_problem
 
-#: Smaller ids are exact in float32.
-LARGEST_ID = 2**24
-
 
 def pack_top_tokens(rows: Sequence[Sequence[tuple[float, int]]]) -> np.ndarray:
     """Return float32 [2, R, k] from (log-prob, id) pairs per response token.

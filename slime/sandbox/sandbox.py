@@ -271,8 +271,8 @@ async def _supervise(request: dict[str, Any], seconds: float) -> dict[str, Any]:
     except TimeoutError as error:
         raise UserError(
             "a program in a sandbox was not ended in time",
-            why=f"its {seconds:g} s are over for {deadlines.SANDBOX_GRACE:g} s: this host has too "
-            "much to do, or stands still",
+            why=f"its {seconds:g} s ended {deadlines.SANDBOX_GRACE:g} s ago: this host is "
+            "overloaded or was suspended",
             fix="run fewer programs at once: Sandbox(at_once=…)",
         ) from error
     finally:

@@ -66,42 +66,42 @@ class Supervisor:
             request["home"] if way == "namespaces" else os.path.join(request["scratch"], "home")
         )
         self.uid = isolation.own_uid()
-        if way == "plain" and not self._is_seen_by_others():
+        if way == "plain" and not self._can_be_read_by_uid():
             self.uid = os.geteuid()
-        apart = way == "namespaces" and os.geteuid() and isolation.counts_by_namespace()
+        has_own_count = way == "namespaces" and os.geteuid() and isolation.counts_by_namespace()
         # processes that count against the limit besides the program's
-        self.others = _OURS if apart else isolation.tasks_of(self.uid)
+        self.others = _OURS if has_own_count else isolation.tasks_of(self.uid)
         self.output = bytearray()
-        self.said: dict[str, Any] = {}
-        self.report = -1  # isolated processes write their state here
+        self.reported: dict[str, Any] = {}
+        self._report_fd = -1  # isolated processes write their state here
 
     def run(self) -> dict[str, Any]:
-        told, self.report = os.pipe()
-        heard, written = os.pipe()
-        self._hand_over()
+        report_end, self._report_fd = os.pipe()
+        output_end, output_fd = os.pipe()
+        self._prepare_folders()
         pid = os.fork()
         if pid == 0:
-            self._in_child(written)
-        os.close(self.report)
-        os.close(written)
+            self._in_child(output_fd)
+        os.close(self._report_fd)
+        os.close(output_fd)
         try:
-            ended_by = self._watch(pid, told, heard)
+            ended_by = self._watch(pid, report_end, output_end)
         finally:
             tree.end_all()
-        self._read(heard, last=True)
-        self._hear(told)
-        for descriptor in (told, heard):
+        self._read_output(output_end, last=True)
+        self._read_report(report_end)
+        for descriptor in (report_end, output_end):
             os.close(descriptor)
-        if "refused" in self.said or "holds" not in self.said:
-            return {"refused": self.said.get("refused", "it ended before it was begun")}
+        if "refused" in self.reported or "holds" not in self.reported:
+            return {"refused": self.reported.get("refused", "it ended before it was begun")}
         return {
-            "status": self.said.get("status"),
+            "status": self.reported.get("status"),
             "ended_by": ended_by,
             "output": self.output[: self.limits["output_bytes"]].decode(errors="replace"),
-            "holds": self.said["holds"],
+            "holds": self.reported["holds"],
         }
 
-    def _hand_over(self) -> None:
+    def _prepare_folders(self) -> None:
         """Give the program its own folder; under root also the folders that it may write to."""
         folders = list(self.request["folders"].values())
         if self.way == "plain":
@@ -123,26 +123,26 @@ class Supervisor:
 
     # -- watching ----------------------------------------------------------------------------------
 
-    def _watch(self, pid: int, told: int, heard: int) -> str:
+    def _watch(self, pid: int, report_end: int, output_end: int) -> str:
         """Wait until the child has ended or must end; return the limit that ended it."""
         deadline = time.monotonic() + self.limits["seconds"]
         child = os.pidfd_open(pid)
-        open_ends = {told, heard, child}
-        for descriptor in (told, heard):
+        open_ends = {report_end, output_end, child}
+        for descriptor in (report_end, output_end):
             os.set_blocking(descriptor, False)
         try:
             while not self._has_ended(pid):
                 ready = select.select(list(open_ends), [], [], _LOOK_SECONDS)[0]
-                if heard in ready and not self._read(heard):
-                    open_ends.discard(heard)
-                if told in ready and not self._hear(told):
-                    open_ends.discard(told)
-                if too_much := self._too_much(deadline):
-                    return too_much
+                if output_end in ready and not self._read_output(output_end):
+                    open_ends.discard(output_end)
+                if report_end in ready and not self._read_report(report_end):
+                    open_ends.discard(report_end)
+                if exceeded := self._exceeded_limit(deadline):
+                    return exceeded
         finally:
             os.close(child)
-        self._hear(told)
-        return "cpu" if self.said.get("status") == -signal.SIGXCPU else ""
+        self._read_report(report_end)
+        return "cpu" if self.reported.get("status") == -signal.SIGXCPU else ""
 
     def _has_ended(self, pid: int) -> bool:
         """Whether the program has ended; also reaps orphans that ended by themselves."""
@@ -155,11 +155,12 @@ class Supervisor:
                 return True
             if ended == pid:
                 if self.way == "plain":
-                    self.said["status"] = os.waitstatus_to_exitcode(status)
+                    self.reported["status"] = os.waitstatus_to_exitcode(status)
                 return True
         return False
 
-    def _too_much(self, deadline: float) -> str:
+    def _exceeded_limit(self, deadline: float) -> str:
+        """Return the limit that is exceeded, or "cancelled" for a request to end; "" if neither."""
         if _told_to_end:
             return "cancelled"
         if len(self.output) > self.limits["output_bytes"]:
@@ -171,39 +172,40 @@ class Supervisor:
             return "processes"
         return "memory" if memory > self.limits["memory"] + _OURS_BYTES else ""
 
-    def _read(self, heard: int, last: bool = False) -> bool:
+    def _read_output(self, output_end: int, last: bool = False) -> bool:
         """Read what the program has written; False at the end. The last call reads all that the
         pipe still holds."""
         while True:
             try:
-                piece = os.read(heard, 1 << 16)
+                piece = os.read(output_end, 1 << 16)
             except BlockingIOError:
                 return True
             self.output += piece
             if not piece or not last or len(self.output) > self.limits["output_bytes"]:
                 return bool(piece)
 
-    def _hear(self, told: int) -> bool:
+    def _read_report(self, report_end: int) -> bool:
+        """Read what the isolated processes have reported; False at the end."""
         try:
-            piece = os.read(told, 1 << 16)
+            piece = os.read(report_end, 1 << 16)
         except BlockingIOError:
             return True
         for line in piece.splitlines():
-            self.said.update(json.loads(line))
+            self.reported.update(json.loads(line))
         return bool(piece)
 
-    def _say(self, **words: Any) -> None:
-        os.write(self.report, json.dumps(words).encode() + b"\n")
+    def _report(self, **words: Any) -> None:
+        os.write(self._report_fd, json.dumps(words).encode() + b"\n")
 
     # -- in the sandbox: none of these returns -----------------------------------------------------
 
-    def _in_child(self, written: int) -> None:
+    def _in_child(self, output_fd: int) -> None:
         """Run in the supervisor's child. With namespaces it only waits for their first process."""
         try:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             isolation.die_with(os.getppid())
             nothing = os.open(os.devnull, os.O_RDONLY)
-            for source, target in ((nothing, 0), (written, 1), (written, 2)):
+            for source, target in ((nothing, 0), (output_fd, 1), (output_fd, 2)):
                 os.dup2(source, target)
             if self.way == "plain":
                 self._become_program()
@@ -213,7 +215,7 @@ class Supervisor:
                 self._first_process()
             os.waitpid(pid, 0)
         except BaseException as error:  # the supervisor must hear of any error
-            self._say(refused=f"{type(error).__name__}: {error}")
+            self._report(refused=f"{type(error).__name__}: {error}")
         os._exit(0)
 
     def _first_process(self) -> None:
@@ -229,18 +231,18 @@ class Supervisor:
             status = 0
             while ended != pid:
                 ended, status = os.wait()
-            self._say(status=os.waitstatus_to_exitcode(status))
+            self._report(status=os.waitstatus_to_exitcode(status))
         except BaseException as error:
-            self._say(refused=f"{type(error).__name__}: {error}")
+            self._report(refused=f"{type(error).__name__}: {error}")
         os._exit(0)
 
     def _become_program(self) -> None:
         request = self.request
-        apart = self.way == "namespaces"
+        has_namespaces = self.way == "namespaces"
         home = self.home
         try:
             holds = {"memory", "time", "processes"}
-            if not apart:
+            if not has_namespaces:
                 holds |= self._without_namespaces()
             else:
                 holds |= {"files", "network", "signals"}
@@ -252,9 +254,9 @@ class Supervisor:
                 holds.add("network")
             elif alone:
                 raise PermissionError("nothing limits the processes of a program of root's")
-            self._say(holds=sorted(holds))
+            self._report(holds=sorted(holds))
         except BaseException as error:
-            self._say(refused=f"{type(error).__name__}: {error}")
+            self._report(refused=f"{type(error).__name__}: {error}")
             os._exit(0)
         at = ""  # from here on the program fails, not its isolation
         try:
@@ -271,7 +273,7 @@ class Supervisor:
             at = request["command"][0]
             environ = {
                 "HOME": home,
-                "TMPDIR": "/tmp" if apart and os.access("/tmp", os.W_OK) else home,
+                "TMPDIR": "/tmp" if has_namespaces and os.access("/tmp", os.W_OK) else home,
             }
             os.execvpe(at, request["command"], environ | request["environ"])
         except BaseException as error:
@@ -297,7 +299,7 @@ class Supervisor:
             raise PermissionError("nothing keeps a program of root's from the files of this host")
         return holds | ({"files"} if version else set()) | ({"signals"} if version >= 6 else set())
 
-    def _is_seen_by_others(self) -> bool:
+    def _can_be_read_by_uid(self) -> bool:
         """Whether the user that root would become can read what the program needs."""
         if self.uid == os.geteuid():
             return True

@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from slime.config.config import Config
-from slime.errors import UserError
+from slime.errors import UserError, first_few
 from slime.memory.remedies import host_remedies, remedies
 from slime.models.layout_rules import critic_flags
 from slime.processes.footprint import own_bytes
@@ -83,10 +83,11 @@ class LargestMicroBatch:
 
     def __str__(self) -> str:
         count = len(self.lengths)
-        lengths = ", ".join(map(str, self.lengths[:8])) + (", …" if count > 8 else "")
-        named = ", ".join(map(str, self.sample_indices[:8])) + (", …" if count > 8 else "")
         plural = "sample" if count == 1 else "samples"
-        return f"{self.num_tokens} tokens in {count} {plural} (lengths {lengths}; index {named})"
+        return (
+            f"{self.num_tokens} tokens in {count} {plural} (lengths {first_few(self.lengths, 8)}; "
+            f"index {first_few(self.sample_indices, 8)})"
+        )
 
 
 class PhaseMemory:

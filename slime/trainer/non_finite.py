@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from slime.config.config import Config
-from slime.errors import UserError
+from slime.errors import UserError, first_few
 from slime.files import json_safe
 from slime.log import get_logger
 from slime.trainer.dumps import RankDump, joined, save_whole
@@ -59,18 +59,17 @@ class NonFiniteTraining(UserError):
         self.sample_indices = sample_indices
         self.parameters = parameters
         if sample_indices:
-            shown = ", ".join(map(str, sample_indices[:16])) + (
-                ", …" if len(sample_indices) > 16 else ""
+            why = (
+                "the loss is not finite in the micro-batches of the samples with index "
+                f"{first_few(sample_indices, 16)}"
             )
-            why = f"the loss is not finite in the micro-batches of the samples with index {shown}"
         else:
             why = (
                 f"the losses are finite but the gradient norm is {grad_norm}: the overflow is in "
                 "the backward pass"
             )
             if parameters:
-                rest = f" and {len(parameters) - 4} more" if len(parameters) > 4 else ""
-                why += f"; not finite: the gradient of {', '.join(parameters[:4])}{rest}"
+                why += f"; not finite: the gradient of {first_few(parameters)}"
         if functions:
             why = f"the loss comes by functions of yours: {', '.join(functions)}; {why}"
         first = "check first what these functions return; then " if functions else ""

@@ -36,7 +36,7 @@ BUDGETS = {
     "engines": 4_620,  # sessions and ranks of newer SGLang, pictures, overrides without effect
     "environments": 420,
     "forecast": 850,
-    ".": 1_500,
+    ".": 1_510,  # lists of names and of files in messages
     "memory": 1_970,  # host memory part by part, towers, adapters of critics, masks, drafts
     "models": 6_000,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
     "observe": 3_435,  # profiles, three trackers, ranges of recipes, rejected drafts

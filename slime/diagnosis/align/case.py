@@ -151,10 +151,10 @@ class Discrepancy:
     @property
     def sides_differ(self) -> bool:
         """Whether the sides differ by more than rounding, on average or at a single token."""
-        differences = self.differences
-        return not (
-            differences.mean <= self.tolerance and differences.largest <= _OUTLIER * self.tolerance
-        )
+        mean = self.differences.mean
+        largest = self.differences.largest
+        # negated, because NaN differs
+        return not (mean <= self.tolerance and largest <= _OUTLIER * self.tolerance)
 
     @cached_property
     def from_reference(self) -> dict[str, float]:

@@ -12,6 +12,7 @@ from slime.diagnosis.align.case import AskableEngine, Discrepancy, Tried, Untest
 from slime.diagnosis.align.evidence import explained, size
 from slime.diagnosis.align.reference import Reference
 from slime.engines.wire.buckets import fingerprint
+from slime.errors import first_few
 
 _NAMED = 5
 #: Dtypes in which an engine may hold its weights.
@@ -56,10 +57,7 @@ def weights(case: Discrepancy) -> Iterator[Tried]:
         )
         yield Tried(what, "", 0.0, case.differences.mean)
         return
-    named = ", ".join(differing[:_NAMED]) + (
-        f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
-    )
-    what = f"{len(differing)} of {compared} tensors differ: {named}"
+    what = f"{len(differing)} of {compared} tensors differ: {first_few(differing, _NAMED)}"
     theirs, kept_back = _given_out(case.engine, _weights_of(case, differing))
     with model.holding(theirs):
         engine = model.of_all(case.samples)

@@ -201,16 +201,13 @@ def routing(case: Discrepancy) -> Iterator[Tried]:
         "float32"
     )
     remedies = ("--use-rollout-routing-replay lets the trainer take the engine's experts",)
+    replaying = replace(model.setting, experts=True)
     variant = [
-        base if sample.experts is None else model.log_probs(sample, _replaying(model.setting))
+        base if sample.experts is None else model.log_probs(sample, replaying)
         for sample, base in zip(case.samples, case.base, strict=True)
     ]
     change = case.flat(case.base) - case.flat(variant)
     yield case.tried_change(what, {"engine": change}, remedies=remedies)
-
-
-def _replaying(setting: ReferenceSettings) -> ReferenceSettings:
-    return replace(setting, experts=True)
 
 
 # -- precision -------------------------------------------------------------------------------------

@@ -93,14 +93,14 @@ def compare(
     `slime.embedded.model.Observer`."""
     parts = [part for part in reference if part in trainer and part in engine]
     return PartByPart(
-        {part: _apart(trainer[part], engine[part]) for part in parts},
-        {part: _apart(trainer[part], reference[part]) for part in parts},
-        {part: _apart(engine[part], reference[part]) for part in parts},
-        {part: _apart(rounded[part], reference[part]) for part in parts} if rounded else {},
+        {part: _difference(trainer[part], engine[part]) for part in parts},
+        {part: _difference(trainer[part], reference[part]) for part in parts},
+        {part: _difference(engine[part], reference[part]) for part in parts},
+        {part: _difference(rounded[part], reference[part]) for part in parts} if rounded else {},
     )
 
 
-def _apart(one: Tensor, other: Tensor) -> float:
+def _difference(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / other.norm().clamp(min=1e-12))
 
 

@@ -34,9 +34,8 @@ def other_tokens(case: Discrepancy) -> Iterator[Tried]:
         yield _two_dumps(case)
     if case.tokenizer is None:
         raise Untested("the model's tokenizer is not available")
-    yield from _contexts(
-        case, {"the prompt's text was tokenised again": partial(_retokenised, case)}
-    )
+    again = "the prompt's text was tokenised again"
+    yield from _contexts(case, {again: lambda sample: _encoded(case, _text(case, sample))})
 
 
 def _two_dumps(case: Discrepancy) -> Tried:
@@ -61,10 +60,6 @@ def _two_dumps(case: Discrepancy) -> Tried:
         "tokenise text",
     )
     return case.tried(what, variant, details=(first,) if first else (), remedies=remedies)
-
-
-def _retokenised(case: Discrepancy, sample: Scored) -> list[int]:
-    return _encoded(case, _text(case, sample))
 
 
 # -- shift -----------------------------------------------------------------------------------------

@@ -292,9 +292,6 @@ _DECIMAL = re.compile(
     r"?\(?([-+]?\d+)\)? ?\}?|"
     r"[eE]([-+]?\d+))?"
 )
-_WHOLE_SCIENTIFIC = re.compile(
-    r"[-+]?\d+(?: ?(?:\\times|\\cdot|\*) ?10\^ ?\{? ?\(?-?\d+\)? ?\}?|[eE][-+]?\d+)"
-)
 _MEASURE = re.compile(
     r"(?P<number>[-+]?(?:\\pm ?)?(?:[\d.,]|\\frac ?(?:\{[^{}]*\}|\d) ?(?:\{[^{}]*\}|\d)|\\pi|"
     r"\\sqrt(?:\[\d+\])? ?(?:\{[^{}]*\}|\d+)|"

@@ -24,8 +24,12 @@ Number = Any  # Fraction, or mpf or mpc of _MP
 
 _MP = mpmath.mp.clone()
 _MP.dps = 60
-_MORE = mpmath.mp.clone()
-_MORE.dps = 150
+_MP_MORE = mpmath.mp.clone()
+_MP_MORE.dps = 150
+_MP_INTEGRAL = mpmath.mp.clone()
+_MP_INTEGRAL.dps = 25
+#: Relative difference of equal integrals.
+_INTEGRAL_TOLERANCE = _MP.mpf(10) ** -14
 #: Rational numbers with more bits become floats.
 _MAX_BITS = 60_000
 #: Larger exponents (bits of the exponent itself) are beyond comparison.
@@ -82,6 +86,7 @@ _MIXED = re.compile(
 _SCIENTIFIC = re.compile(r"[eE][-+]?\d+(?![\d.]*[A-Za-z])")
 _LATEX_NAME = re.compile(r"\\([A-Za-z]+)")
 _LETTERS = re.compile(r"[A-Za-z]+")
+_ACCENTED = re.compile(r"\s*\{\s*([A-Za-z]+)\s*\}|\s*([A-Za-z])")
 _SUBSCRIPT = re.compile(r"_(?:\{([^{}]*)\}|(\w))")
 _PRIMES = re.compile(r"'+|\^\{?\\prime\}?")
 _TIMES = re.compile(r"\s*(\\times|\\cdot|\*\*?|\\div|/|\\mod(?![A-Za-z]))\s*")
@@ -131,7 +136,7 @@ class _ExpressionReader:
         self.factors = 0
         self.sums = 0
 
-    def count(self) -> None:
+    def count_factor(self) -> None:
         self.factors += 1
         if self.factors > _MAX_FACTORS:
             raise NotMath("too long")
@@ -169,7 +174,7 @@ class _ExpressionReader:
         return node
 
     def signed(self) -> Node:
-        self.count()
+        self.count_factor()
         sign = self.take("+", "-", r"\pm", r"\mp")
         return _signed(sign, self.signed()) if sign else self.product()
 
@@ -182,8 +187,10 @@ class _ExpressionReader:
                     node = ("^", node, _signed(sign, self.factor()))
                     continue
                 right = _signed(sign, self.factor())
-                kind = {"/": "/", r"\div": "/", r"\mod": "mod"}.get(operator[1], "*")
-                node = ("f", "mod", node, right) if kind == "mod" else (kind, node, right)
+                if operator[1] == r"\mod":
+                    node = ("f", "mod", node, right)
+                else:
+                    node = ("/" if operator[1] in ("/", r"\div") else "*", node, right)
             elif self.starts_factor():
                 is_number = self.text[self.at].isdigit() or self.text[self.at] == "."
                 is_power = last[0] == "^" and bool(symbols_of(last[2]))  # (-1)^n 2^n
@@ -203,21 +210,18 @@ class _ExpressionReader:
             return self.bars == 0
         if character == "\\":
             name = _LATEX_NAME.match(self.text, self.at)
-            if not name:
-                return False
-            return name[1] not in _NO_FACTOR
+            return name is not None and name[1] not in _NO_FACTOR
         return character.isalnum() or character in "([{."
 
     def factor(self) -> Node:
-        self.count()
+        self.count_factor()
         return self.postfix(self.primary())
 
     def postfix(self, node: Node) -> Node:
         while True:
             start = self.at
             if self.take("^"):
-                if degree := re.compile(r"\{?\s*\\circ\s*\}?").match(self.text, self.at):
-                    self.at = degree.end()
+                if self.match(re.compile(r"\{?\s*\\circ\s*\}?")):
                     node = ("*", node, ("f", "degree"))
                 else:
                     node = ("^", node, self.exponent())
@@ -231,7 +235,7 @@ class _ExpressionReader:
                 return node
 
     def exponent(self) -> Node:
-        self.count()
+        self.count_factor()
         self.blanks()
         if sign := self.take("-", "+"):
             return _signed(sign, self.exponent())
@@ -264,12 +268,12 @@ class _ExpressionReader:
         if character.isascii() and character.isalpha():
             return self.word()
         if found := self.match(_COUNT_BEFORE):
-            return _count(found[3], _atom(found[1] or found[2]), _atom(found[4] or found[5]))
+            return _selections(found[3], _atom(found[1] or found[2]), _atom(found[4] or found[5]))
         raise NotMath(f"{character!r}")
 
     def group(self, opening: str) -> Node:
         if opening == "{" and (found := self.match(_COUNT_BEFORE)):
-            return _count(found[3], _atom(found[1] or found[2]), _atom(found[4] or found[5]))
+            return _selections(found[3], _atom(found[1] or found[2]), _atom(found[4] or found[5]))
         self.take(opening)
         outer = self.bars
         self.bars = 0
@@ -306,7 +310,8 @@ class _ExpressionReader:
             re.compile(r" ?[xX] ?10\^ ?(?:\{ ?([-+]?\d+) ?\}|\(([-+]?\d+)\)|([-+]?\d+))")
         ):
             return _times_power_of_ten(node, int(power[1] or power[2] or power[3]))
-        if re.match(r"_", text := self.text[self.at :]) and not text.startswith("_{ }"):
+        rest = self.text[self.at :]
+        if rest.startswith("_") and not rest.startswith("_{ }"):
             raise NotMath("a number with a subscript")
         return node
 
@@ -349,11 +354,9 @@ class _ExpressionReader:
             return self.function(name)
         if name in _GREEK:
             return self.subscripted(name)
-        if name in ("vec", "hat", "bar", "overline", "tilde", "overrightarrow"):
-            inner = re.compile(r"\s*\{\s*([A-Za-z]+)\s*\}|\s*([A-Za-z])").match(self.text, self.at)
-            if inner:
-                self.at = inner.end()
-                return ("x", f"{name}:{inner[1] or inner[2]}")
+        is_accent = name in ("vec", "hat", "bar", "overline", "tilde", "overrightarrow")
+        if is_accent and (inner := self.match(_ACCENTED)):
+            return ("x", f"{name}:{inner[1] or inner[2]}")
         raise NotMath(f"\\{name}")
 
     def series(self, kind: str) -> Node:
@@ -362,7 +365,7 @@ class _ExpressionReader:
         found = self.match(_SUM_FROM)
         if not found:
             raise NotMath(f"\\{kind} without limits")
-        bound = self.bind()
+        bound = self.bound_variable()
         low = read_expression(found[2].strip())
         high = read_expression((found[3] or found[4]).strip())
         body = replaced(self.product(), ("x", found[1]), ("x", bound))
@@ -373,13 +376,14 @@ class _ExpressionReader:
         end = _DIFFERENTIAL.search(self.text, self.at) if limits else None
         if not limits or not end or "int" in self.text[self.at : end.start()]:
             raise NotMath("\\int without limits or differential")
-        bound = self.bind()
+        bound = self.bound_variable()
         body = read_expression(self.text[self.at : end.start()].strip() or "1")
         self.at = end.end()
         low, high = (read_expression((limits[n] or limits[n + 1]).strip()) for n in (1, 3))
         return ("f", "int", ("x", bound), low, high, replaced(body, ("x", end[1]), ("x", bound)))
 
-    def bind(self) -> str:
+    def bound_variable(self) -> str:
+        """Return the name of the variable of the next sum or integral."""
         self.sums += 1
         if self.sums > _MAX_SUMS:
             raise NotMath("too many sums")
@@ -412,8 +416,7 @@ class _ExpressionReader:
         if word in _GREEK:
             return self.subscripted(word)
         for name in sorted(_FUNCTIONS | {"pi"}, key=len, reverse=True):  # "xsqrt(3)", "2npi"
-            cut = word.find(name)
-            if cut == 1:
+            if word.startswith(name, 1):
                 self.at = found.start() + 1
                 return _symbol(word[0])
         if not _PRODUCTS.fullmatch(word):
@@ -424,10 +427,10 @@ class _ExpressionReader:
     def letter(self, letter: str) -> Node:
         if letter in "CP":
             if found := self.match(_COUNT_CALLED):
-                return _count(letter, *(read_expression(found[n].strip()) for n in (1, 2)))
+                return _selections(letter, *(read_expression(found[n].strip()) for n in (1, 2)))
             if letter == "C" and (found := self.match(_COUNT_BEHIND)):
                 ends = (_atom(found[1] or found[2]), _atom(found[3] or found[4]))
-                return _count(letter, *sorted(ends, reverse=True))
+                return _selections(letter, *sorted(ends, reverse=True))
         if letter in "fgh" and self.text.startswith("(", self.at):
             return ("f", f"unknown:{letter}", self.group("("))
         return self.subscripted(letter)
@@ -470,11 +473,8 @@ class _ExpressionReader:
             if self.text[self.at] == "(":
                 break
             node = ("*", node, self.factor())
-        if self.text.startswith("/", self.at):
-            rest = re.compile(r"/\d+").match(self.text, self.at)
-            if rest:
-                self.at = rest.end()
-                node = ("/", node, ("n", Fraction(rest[0][1:])))
+        if divisor := self.match(re.compile(r"/(\d+)")):
+            node = ("/", node, ("n", Fraction(divisor[1])))
         return node
 
     def starts_function(self) -> bool:
@@ -517,7 +517,7 @@ def _atom(text: str) -> Node:
     return ("n", Fraction(text)) if text.isdigit() else _symbol(text)
 
 
-def _count(kind: str, n: Node, k: Node) -> Node:
+def _selections(kind: str, n: Node, k: Node) -> Node:
     """Combinations (C) or permutations (P) of k out of n."""
     numbers = [node[1] for node in (n, k) if node[0] == "n"]
     if len(numbers) == 2 and not numbers[0] >= numbers[1]:
@@ -545,18 +545,23 @@ def _repeating(found: re.Match[str]) -> Fraction:
 
 @dataclass(frozen=True)
 class _Scope:
+    """How an expression is computed.
+
+    Attributes:
+        point: which of the fixed points the variables are at.
+        sign: of ±.
+        log_base: base of "log" without a base; 0: e.
+        mp: context of mpmath with the number of digits.
+        bound: values of the variables of sums and integrals.
+        whole: variables are whole numbers.
+    """
+
     point: int
     sign: int = 1
     log_base: int = 0
     mp: Any = _MP
     bound: tuple[tuple[str, Number], ...] = ()
     whole: bool = False
-
-
-_ROUGH = mpmath.mp.clone()
-_ROUGH.dps = 25
-#: Relative accuracy of an integral.
-_ROUGHLY = _MP.mpf(10) ** -14
 
 
 def _evaluate(node: Node, scope: _Scope) -> Number:
@@ -614,16 +619,17 @@ def _series(node: Node, scope: _Scope) -> Number:
 def _integral(node: Node, scope: _Scope) -> Number:
     if scope.bound or symbols_of(node):
         raise Undefined("an integral with variables")
-    rough = replace(scope, mp=_ROUGH)
-    low, high = (_ROUGH.mpf(_float(_evaluate(limit, rough), rough)) for limit in node[3:5])
+    mp = _MP_INTEGRAL
+    rough = replace(scope, mp=mp)
+    low, high = (mp.mpf(_float(_evaluate(limit, rough), rough)) for limit in node[3:5])
 
     def integrand(x: Number) -> Number:
         return _float(_evaluate(node[5], replace(rough, bound=((node[2][1], x),))), rough)
 
-    value, error = _ROUGH.quad(integrand, [low, high], error=True, maxdegree=7)
+    value, error = mp.quad(integrand, [low, high], error=True, maxdegree=7)
     if error > 1e-16 * max(1, abs(value)):
         raise Undefined("an integral that does not converge")
-    return scope.mp.mpc(value) if _ROUGH.im(value) else scope.mp.mpf(_ROUGH.re(value))
+    return scope.mp.mpc(value) if mp.im(value) else scope.mp.mpf(mp.re(value))
 
 
 def _value(node: Node, scope: _Scope) -> Number:
@@ -765,7 +771,7 @@ def _apply(name: str, values: list[Number], scope: _Scope) -> Number:
     mp = scope.mp
     if name == "degree":
         return mp.pi / 180
-    if name == "root" or name == "sqrt":
+    if name in ("root", "sqrt"):
         degree = values[1] if len(values) > 1 else Fraction(2)
         if degree == 0:
             raise Undefined("a root of degree zero")
@@ -947,7 +953,7 @@ def _same_number(a: Node, b: Node, scope: _Scope) -> bool:
     if contains(a, "f", "int") or contains(b, "f", "int"):
         x = _float(x, scope)
         y = _float(y, scope)
-        return bool(abs(x - y) <= _ROUGHLY * max(abs(x), abs(y)))
+        return bool(abs(x - y) <= _INTEGRAL_TOLERANCE * max(abs(x), abs(y)))
     if not _close(x, y, scope):
         return _is_roundoff(a, b, x, y, scope)
     size = abs(_float(x, scope))
@@ -973,10 +979,10 @@ def _is_roundoff(a: Node, b: Node, x: Number, y: Number, scope: _Scope) -> bool:
     size = max(abs(_float(x, scope)), abs(_float(y, scope)))
     if _MP.isinf(size) or size > 1e-45:
         return False
-    more = _Scope(scope.point, log_base=scope.log_base, mp=_MORE)
+    more = _Scope(scope.point, log_base=scope.log_base, mp=_MP_MORE)
     x = _float(_value(a, more), more)
     y = _float(_value(b, more), more)
-    return bool(abs(x - y) < size * _MORE.mpf(10) ** -60)
+    return bool(abs(x - y) < size * _MP_MORE.mpf(10) ** -60)
 
 
 def _is_real(value: Number) -> bool:

@@ -75,7 +75,8 @@ _TIMED_OUT = object()
 
 
 def check_rm_type(rm_type: str) -> None:
-    """
+    """Check that a value of --rm-type names a built-in reward that this installation has.
+
     Raises:
         UserError: there is no such built-in reward (suggests the closest), or its package is
             missing.

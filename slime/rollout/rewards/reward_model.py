@@ -35,11 +35,12 @@ _CLASSIFIER = "ForSequenceClassification"
 
 
 def check_directory(path: str | None, *, images: bool = False) -> None:
-    """
+    """Check that ``path`` is the directory of a reward model.
+
     Args:
         images: samples have images.
     Raises:
-        UserError: ``path`` is missing, holds no reward model, or one that sees no images.
+        UserError: it is missing, holds no reward model, or one that sees no images.
     """
     fix = (
         "pass --rm-path with the model/ of a run with --preference-loss reward_model, or another "

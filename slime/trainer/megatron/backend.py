@@ -130,7 +130,7 @@ class MegatronBackend(TrainerProcess):
         self.engine_weights: EngineWeights | None = None
         self.adapters: AdapterConfig | None = None
         self.critic: Critic | None = None
-        self._update: Update | None = None  # while a critic on other ranks takes part
+        self._update: Update | None = None  # from `score` to `learn`, with a critic on other ranks
         self.extra_state: dict[str, Any] = {}
         self.skipped: list[str] = []
         self.next_rollout_id = 0
@@ -165,8 +165,8 @@ class MegatronBackend(TrainerProcess):
         self.plan = plan
         if CRITIC in self.roles:  # before the policy, so that it sleeps while the policy is built
             self._set_up_critic(plan)
-        built = RewardModel if config.algorithm.trains_reward_model else PolicyModel
-        chunks = build_model_chunks(self.spec, config, initialise=initialise, model=built)
+        model = RewardModel if config.algorithm.trains_reward_model else PolicyModel
+        chunks = build_model_chunks(self.spec, config, initialise=initialise, model=model)
         if config.lora.lora_rank:
             self.adapters = AdapterConfig.for_model(config.lora, table_of(self.spec), self.spec)
             adapters.attach(chunks, self.spec, self.adapters)
@@ -246,8 +246,8 @@ class MegatronBackend(TrainerProcess):
         """
         self._copy_frozen(plan)
         base = resolve_reference(self.config)
-        goes_on = holds_adapters(plan)
-        if not goes_on and plan.path.resolve() != base.path.resolve():
+        resumes_adapters = holds_adapters(plan)
+        if not resumes_adapters and plan.path.resolve() != base.path.resolve():
             raise UserError(
                 f"--load {plan.path} is another base model than {base.path}",
                 why="it holds whole weights; adapters are trained beside those of --ref-load or "
@@ -255,7 +255,7 @@ class MegatronBackend(TrainerProcess):
                 fix="pass it as --hf-checkpoint, or --load with a checkpoint of adapters",
             )
         self._load_weights(base, frozen_reader(self.config, base.path, self.ranks.device))
-        logger.info("%s", plan.note if goes_on else base.note)
+        logger.info("%s", plan.note if resumes_adapters else base.note)
         reference = reference_adapter(self.config)
         if reference is not None:
             copy = WeightsCopy(self.model_chunks, tensors_of=adapters.adapter_tensors)
@@ -265,11 +265,11 @@ class MegatronBackend(TrainerProcess):
             self.copies[REFERENCE] = copy
             logger.info("the reference model is the base with the adapter %s", reference)
         start_from = self.config.lora.lora_adapter_path
-        if start_from is not None and not goes_on:
+        if start_from is not None and not resumes_adapters:
             self._fill_adapters(start_from, own, "--lora-adapter-path")
             logger.info("adapters start from %s", start_from)
         self.optimizer, self.scheduler = optimizer.build_optimizer(self.model_chunks, self.config)
-        if goes_on:
+        if resumes_adapters:
             self._load_state(plan)
         return plan.start_rollout_id
 
@@ -519,7 +519,7 @@ class MegatronBackend(TrainerProcess):
             self.offloader = Offloader(self.model_chunks, self.optimizer)
         return self.offloader
 
-    # -- what others ask ---------------------------------------------------------------------------
+    # -- roles and their weights ------------------------------------------------------------------
 
     @property
     def pushed_chunks(self) -> list[optimizer.DataParallel]:
@@ -567,8 +567,8 @@ class MegatronBackend(TrainerProcess):
         )
         if self.routing is not None:
             # training replays the experts of the policy's own pass, so other passes record none
-            again = as_engines and self.routing.source == "policy"
-            routes_itself = role != POLICY or again or micro_batches is not None
+            is_second_pass = as_engines and self.routing.source == "policy"
+            routes_itself = role != POLICY or is_second_pass or micro_batches is not None
             self.routing.prepare(batch, packed, "reference" if routes_itself else "score")
         copy = self.copies.get(role)
         other: AbstractContextManager[None] = nullcontext()
@@ -591,6 +591,7 @@ class MegatronBackend(TrainerProcess):
     def score_by_teacher(self, batch: TrainBatch, name: str, found: TeacherColumns) -> None:
         """Let a teacher score its samples; see `slime.trainer.update.Trainer`. Collective."""
         flags = self.config.distillation
+        # the teacher may have another prompt than the policy
         seen = with_teacher_prompts(batch, self.spec.vision)
         micro_batches = [
             [i for i in samples if batch.teachers[i] == name]

@@ -154,8 +154,8 @@ class Critic:
             self._build_optimizer()
             load_checkpoint(own, self.state(), is_compared=True)
             return
-        goes_on = own is not None and self.config.critic.critic_load is None
-        source = plan if goes_on else resolve_critic(self.config, plan)
+        is_kept = own is not None and self.config.critic.critic_load is None
+        source = plan if is_kept else resolve_critic(self.config, plan)
         critic = critic_in(source)
         saved = SavedCritic(0, None) if critic is None else saved_critic(critic)
         self._check_kind(saved, source.path, resumes=False)
@@ -188,11 +188,11 @@ class Critic:
 
     def _load_layers(self, source: LoadPlan) -> None:
         """Load all weights but those of adapters. A language model leaves the head as it is."""
-        reads_policys = False
+        reads_base_of_policy = False
         if self.adapters is not None:
-            policys = resolve_reference(self.config).path
-            reads_policys = source.path.resolve() == policys.resolve()
-            self._base = None if reads_policys else str(source.path.resolve())
+            base_of_policy = resolve_reference(self.config).path.resolve()
+            reads_base_of_policy = source.path.resolve() == base_of_policy
+            self._base = None if reads_base_of_policy else str(source.path.resolve())
         if source.kind == "hf":
             name = self.config.checkpoint.model_name
             theirs = read_hf_config(source.path)
@@ -200,7 +200,7 @@ class Critic:
                 theirs = seeing(theirs)
             check_same_model(self.spec, family_of(theirs, name).model_spec(theirs), source.path)
             reader = None
-            if reads_policys:
+            if reads_base_of_policy:
                 reader = frozen_reader(self.config, source.path, self.ranks.device)
             load_hf(self.chunks, source.path, theirs, model_name=name, reader=reader, part="trunk")
             return

@@ -10,7 +10,7 @@ from slime.trainer.megatron import device
 
 device.install()  # before anything imports megatron
 
-from slime.checkpoints.critic_part import KEPT_PARTS, critic_root, discard_critic
+from slime.checkpoints.critic_part import KEPT_PARTS, critic_root, discard_part
 from slime.checkpoints.load_plan import LoadPlan
 from slime.config.config import Config
 from slime.models.spec import ModelSpec
@@ -100,7 +100,7 @@ class CriticProcess(TrainerProcess):
         root = Path(flags.save)
         self.writer.wait()
         if dist.get_rank() == 0:
-            discard_critic(root, rollout_id)
+            discard_part(root, rollout_id)
         self.writer.save(
             critic_root(root),
             rollout_id,

@@ -218,8 +218,8 @@ class PolicyModel(GPTModel):
         longest = max((prompt + max(own) + 1 for prompt, own in sequences), default=0)
         if longest > limit:
             raise UserError(
-                f"a sequence has {longest} tokens, and the model's rotary frequencies are others "
-                f"for more than {limit}",
+                f"a sequence has {longest} tokens, and the model has other rotary frequencies for "
+                f"more than {limit}",
                 why="it has longrope, whose factors for longer sequences are not computed",
                 fix=f"pass --seq-length {limit}",
             )

@@ -150,7 +150,7 @@ class Offloader:
 def _moments_to_come(optimizer: MegatronOptimizer) -> list[int]:
     """Return the bytes of each storage that Adam's first step will allocate: two per parameter."""
     return [
-        parameter.numel() * parameter.element_size()
+        parameter.nbytes
         for inner in torch_optimizers(optimizer)
         if isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
         for group in inner.param_groups
@@ -254,7 +254,7 @@ class WeightsCopy:
         parameters = self._tensors_of(chunks)
         if not self.tensors:
             pin = device.has_gpu()
-            flat = [host_buffer(p.numel() * p.element_size(), pin=pin) for p in parameters]
+            flat = [host_buffer(p.nbytes, pin=pin) for p in parameters]
             self.tensors = [
                 memory.view(p.dtype).view(p.shape) for memory, p in zip(flat, parameters)
             ]
