@@ -178,6 +178,8 @@ class Checker:
                 found.problems.add(rows.where(position), problem)
                 continue
             found.unread.add(prompt.unread_columns, prompt.unread_keys)
+            for remark in prompt.remarks:
+                found.problems.add(rows.where(position), remark)
             if self.markers and carries_template(prompt.bare, self.markers):
                 found.templated += 1
                 found.first_templated = found.first_templated or rows.where(position)

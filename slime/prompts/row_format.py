@@ -13,6 +13,7 @@ from slime.models.vision import placeholder_runs
 from slime.prompts.chat_template import (
     OWN_ARGUMENTS,
     TemplateRefuses,
+    left_out_roles,
     render_prompt,
     template_form,
     template_source,
@@ -22,6 +23,7 @@ from slime.prompts.conversation import (
     ImageParts,
     Messages,
     conversation_in,
+    foreign_roles,
     read_messages,
     read_tools,
     unread_keys,
@@ -29,7 +31,7 @@ from slime.prompts.conversation import (
 from slime.prompts.images import ImagePrompts, ImageSources, Source, image_prompts, kept
 from slime.prompts.labels import compares_labels, read_label
 from slime.prompts.preference_rows import PreferenceColumns, holds_text, with_prompt
-from slime.prompts.problems import RowProblem, missing_key
+from slime.prompts.problems import NEVER, RowProblem, missing_key
 from slime.samples.media import IMAGES
 from slime.user_code.overrides import follows_old_plugin
 
@@ -157,6 +159,7 @@ class Prompt:
         where: the row's origin, "train.jsonl:17"; set when it is drawn.
         images: the row's images, in order of their places.
         image_tokens: number of image placeholders still to be added.
+        remarks: what of its messages may differ from what was meant.
     """
 
     text: str | Messages
@@ -169,6 +172,7 @@ class Prompt:
     where: str = ""
     images: list[Source] = field(default_factory=list)
     image_tokens: int = 0
+    remarks: list[RowProblem] = field(default_factory=list)
 
 
 def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
@@ -223,13 +227,48 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
         writes_names = not source or template_form(tokenizer, **form.template_kwargs).writes_names
         keys = unread_keys(messages, source, writes_names=writes_names)
     rendered = prompt
+    remarks = _foreign(messages or [])
     if form.apply_chat_template and not form.raw:
         try:
             rendered = render_prompt(tokenizer, prompt, tools=tools or None, **form.template_kwargs)
         except TemplateRefuses as error:
             raise RowProblem("are refused by the chat template", error.why, error.fix) from error
+        remarks += left_out(left_out_roles(messages or [], str(rendered)))
     found = Prompt(rendered, [], label, metadata, prompt, columns, tuple(sorted(keys)))
+    found.remarks = remarks
     return _with_images(found, row, form, parts)
+
+
+def left_out(roles: list[str]) -> list[RowProblem]:
+    """A warning about messages that the chat template leaves out.
+
+    Args:
+        roles: those of the messages.
+    """
+    if not roles:
+        return []
+    return [
+        RowProblem(
+            "have messages that the chat template leaves out",
+            f"the first: of the role {', '.join(map(repr, roles))}",
+            "give them a role that the template writes at their place, or remove them",
+            refuse_at=NEVER,
+        )
+    ]
+
+
+def _foreign(messages: Messages) -> list[RowProblem]:
+    roles = foreign_roles(messages)
+    if not roles:
+        return []
+    return [
+        RowProblem(
+            "have messages of a role that is none of system, user, assistant and tool",
+            f"the first: {', '.join(map(repr, roles))}; the chat template is given it as it is",
+            "name the roles as the model's chat template does",
+            refuse_at=NEVER,
+        )
+    ]
 
 
 def inputs_of(prompt: Prompt, form: RowFormat) -> dict[str, Any] | None:
@@ -342,7 +381,8 @@ def _read_preference(
     unread = _unread_columns(row, form, (*columns.names, column))
     if isinstance(asked, str) and not holds_text(prompt, asked):
         unread = (*unread, str(column))
-    return Prompt(prompt, [], answers | label, metadata, prompt, unread)
+    remarks = _foreign(prompt) if isinstance(prompt, list) else []
+    return Prompt(prompt, [], answers | label, metadata, prompt, unread, remarks=remarks)
 
 
 def _unread_columns(

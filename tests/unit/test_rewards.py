@@ -99,6 +99,12 @@ def test_flags_know_which_rewards_use_workers() -> None:
         (r"\boxed{\text{even}}", r"\text{even}", 1.0),
         ("no idea", "4", 0.0),
         ("", "4", 0.0),
+        ("**No.**", "no", 1.0),
+        ("not Paris", "Paris", 0.0),
+        ("所以共有42个苹果。", "42", 1.0),
+        ("答案是 42，不是 43。", "42", 1.0),
+        ("답은 42입니다", "42", 1.0),
+        ("a42", "42", 0.0),
     ],
 )
 def test_math(response: str, label: Any, reward: float) -> None:
@@ -190,6 +196,36 @@ def test_dapo() -> None:
 )
 def test_gpqa(response: str, label: Any, metadata: dict[str, Any], reward: float) -> None:
     assert grade_gpqa(response, label, metadata) == reward
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        ["red", "blue"],
+        ["A. red", "(B) blue"],
+        {"A": "red", "B": "blue", "C": None},
+        {"text": ["red", "blue"], "label": ["A", "B"]},
+        [{"label": "A", "text": "red"}, {"label": "B", "text": "blue"}],
+        '["red", "blue"]',
+    ],
+)
+def test_choices_may_have_the_form_of_any_data_set(choices: Any) -> None:
+    metadata = {"choices": choices}
+    for label in ("B", "blue"):
+        assert grade_gpqa("The answer is B.", label, metadata) == 1.0
+        assert grade_gpqa(r"\boxed{blue}", label, metadata) == 1.0
+        assert grade_gpqa("The answer is A.", label, metadata) == 0.0
+    assert grade_gpqa("C", "C", metadata) == 0.0
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{"choices": 4}, {"choices": "red, blue"}, {"choices": [{"id": 1}]}, {"valid_letters": 4},
+     {"choices": {"yes": "red", "no": "blue"}}],
+)  # fmt: skip
+def test_choices_that_cannot_be_read_are_no_choices_from_a_to_j(metadata: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="choices that --rm-type gpqa cannot read"):
+        grade_gpqa("A", "A", metadata)
 
 
 # -- which function --------------------------------------------------------------------------------

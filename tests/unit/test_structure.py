@@ -42,8 +42,8 @@ BUDGETS = {
     "observe": 3_410,  # profiles, three trackers, ranges of recipes
     "page": 1_640,
     "processes": 1_060,  # the preloaded process
-    "prompts": 4_295,  # empty lines around images, rows of preferences, forms of messages
-    "rollout": 9_100,  # preferences, reward models, evaluation sets, keys and labels without effect
+    "prompts": 4_410,  # images, preferences, forms of messages, what templates leave out
+    "rollout": 9_160,  # preferences, reward models, evaluation sets, forms of choices and labels
     "run": 2_275,  # lengths that longrope is computed for, profiles, data sets from Python
     "samples": 2_270,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 930,

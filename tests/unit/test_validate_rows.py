@@ -27,7 +27,7 @@ from slime.rollout.sft import generate_sft
 from slime.rollout.validate_rows import DataReport, RemainingRows, _has_large, validate_data
 from slime.run import preflight
 from tests.support import toy
-from tests.support.prompt_fixtures import make_tokenizer, write_jsonl
+from tests.support.prompt_fixtures import CHATML, make_tokenizer, write_jsonl
 
 TOKENIZER = make_tokenizer()
 GOOD = {"input": "1+2=", "label": "3"}
@@ -157,6 +157,23 @@ def test_message_keys_that_nothing_reads_are_told_once_with_the_number_of_rows(
     assert report.warnings == [] and report.notes == [
         f"{path}: nothing reads the columns id (1 of 1 rows)"
     ]
+
+
+@pytest.mark.parametrize("is_supervised", [False, True])
+def test_messages_that_the_template_leaves_out_or_does_not_know_are_told(
+    tmp_path: Path, is_supervised: bool
+) -> None:
+    talk = [{"role": role, "content": f"the {role}"} for role in ("user", "critic", "assistant")]
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"input": talk}, {"input": [talk[0], talk[2]]}])
+    shy = make_tokenizer(CHATML.replace("m in messages", "m in messages if m.role != 'critic'"))
+    flags: dict[str, Any] = {"label_key": None, "rm_type": "random", "apply_chat_template": True}
+    if is_supervised:
+        flags = {"label_key": None, "loss_type": "sft_loss"}
+    foreign, left_out = report_of(path, shy, **flags).warnings
+    assert "1 of 2 rows have messages of a role that is none of" in foreign
+    assert "1 of 2 rows have messages that the chat template leaves out" in left_out
+    assert "'critic'" in foreign and "'critic'" in left_out
+    assert len(report_of(path, **flags).warnings) == 1
 
 
 def test_doctor_says_what_the_launch_says(

@@ -6,9 +6,11 @@ match and that are rarely meant.
 
 from __future__ import annotations
 
+import ast
 import re
 from typing import Any
 
+from slime.errors import UserError
 from slime.rollout.rewards.text import (
     label_letter,
     last_boxed,
@@ -116,6 +118,8 @@ def _check_math(label: Any, _: dict[str, Any]) -> str | None:
         return "has nothing after ####"
     if answer.lower() in _NOT_A_VALUE:
         return f"is {answer!r}"
+    if kind := _literal_kind(answer):
+        return f"is {answer!r:.60}, the text of a {kind}, which no response repeats"
     if not _HAS_VALUE.search(answer) and not re.sub(_NOTHING, "", answer):
         return f"is {answer!r:.60}, which has neither a number nor a word"
     if re.fullmatch(r"\\(?:text|mathrm|mathbf|mbox)\s*\{\s*\}", answer):
@@ -125,16 +129,36 @@ def _check_math(label: Any, _: dict[str, Any]) -> str | None:
     return None
 
 
+def _literal_kind(answer: str) -> str | None:
+    """Name the type of a label that is JSON or Python text with quotes: ``["34"]``, ``"34"``.
+
+    Lists, tuples and sets of numbers are answers, and so are words in quotes.
+    """
+    is_number = re.fullmatch(r"""(["'])[^"']*\d[^"']*\1""", answer)
+    if not is_number and not re.fullmatch(r"""[\[({].*["'].*[\])}]""", answer, re.S):
+        return None
+    try:
+        value = ast.literal_eval(re.sub(r"\b(null|true|false)\b", "None", answer))
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+    return type(value).__name__
+
+
 def _check_dapo(label: Any, _: dict[str, Any]) -> str | None:
     if str(label).strip().lower() in _NOT_A_VALUE:
         return f"is {str(label).strip()!r}"
+    if (kind := _literal_kind(str(label).strip())) and kind != "str":
+        return f"is {str(label)!r:.60}, the text of a {kind}, which no response repeats"
     if not normalise_final_answer(str(label)):
         return f"is {str(label)!r:.60}, of which DAPO's normalisation leaves nothing"
     return None
 
 
 def _check_gpqa(label: Any, metadata: dict[str, Any]) -> str | None:
-    letters, texts = valid_choices(metadata)
+    try:
+        letters, texts = valid_choices(metadata)
+    except UserError as error:
+        return f"has choices in its metadata that cannot be read: {error.why}"
     if label_letter(label, letters, texts) is not None:
         return None
     among = f"none of the letters {letters[0]} to {letters[-1]}"

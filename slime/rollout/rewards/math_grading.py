@@ -32,7 +32,8 @@ def grade_math(response: str, label: Any, boxed_only: bool = False) -> float:
 
     The answer is the last ``\boxed{…}``; boxes joined by a comma, "and" or "or" are a list. Without
     a box (unless ``boxed_only``) it is what follows the last "answer is" or "Answer:", else what
-    the last sentence states, else the last formula or number. Only text after ``</think>`` counts,
+    the last sentence states, else the last formula or number; to a label in words it is the whole
+    response. Only text after ``</think>`` counts,
     and only the part of a GSM8K label after its "####". docs/rewards.md says when two answers are
     equal. An empty label or answer scores 0.
 
@@ -93,16 +94,20 @@ def _final_boxes(text: str) -> str | None:
 # -- answers in prose ------------------------------------------------------------------------------
 
 _ANCHOR = re.compile(
-    r"(?i)(?:\banswer\b[^.\n:=]{0,60}?(?:\bis\b|\bare\b|\bequals\b|:|=)|####)(?:\*\*)?\s*:?\s*"
+    r"(?i)(?:\banswer\b[^.\n:=]{0,60}?(?:\bis\b|\bare\b|\bequals\b|:|=)|####|答案(?:是|为|為|[:：]))"
+    r"(?:\*\*)?\s*[:：]?\s*"
 )
-_SENTENCE_END = re.compile(r"\n|[.!?](?=\s+[A-Z]|\s*$|\*\*)")
+_SENTENCE_END = re.compile(r"\n|[。！？]|[.!?](?=\s+[A-Z]|\s*$|\*\*)")
 _FORMULA = re.compile(
     r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|(?<!\\)\$(?!\d[^$]*\s\$\d)(.+?)(?<!\\)\$|\\\((.+?)\\\)|"
     r"\\\[(.+?)\\\]",
     re.S,
 )
+#: Scripts that put no blank between words and numbers: Chinese, Japanese, Korean.
+_UNSPACED = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _NUMBER = re.compile(
-    r"(?<![\w.\\^_√/{,])(?:[-+−](?=[\d.$€£])|(?<=\s)-)?(?:\\?[$€£])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+    rf"(?:(?<![\w.\\^_√/{{,])|(?<=[{_UNSPACED}]))"
+    r"(?:[-+−](?=[\d.$€£])|(?<=\s)-)?(?:\\?[$€£])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
     r"(?:[eE][-+]?\d+)?(?: ?/ ?\d+)?(?: ?\\?%)?(?!\w*[_^√])"
 )
 _CLAUSE = re.compile(r"(?i)(?:=|≈|\bis\b|\bare\b|\bequals\b|\bgives?\b|\bget\b|\bhave\b|:)\s*")
@@ -122,10 +127,13 @@ def _stated(text: str, label: str) -> Iterator[str]:
         statement = (rest[: end.start()] if end else rest).strip()
         yield from _answers_in(statement, is_words)
         return
+    if is_words:
+        yield text.strip()
+        return
     has_head = re.search(r"(?<![A-Za-z])[A-Za-z]{3,} ?[:,]", text)
     if len(text.split()) <= _SHORT and not has_head and _is_whole(text):
         yield text
-    elif not is_words:
+    else:
         yield from _last_in(tail)
 
 

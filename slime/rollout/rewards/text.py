@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import string
 import unicodedata
@@ -9,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from slime.errors import UserError
 from slime.rollout.rewards.math_answers import is_text, same_answer
 from slime.rollout.rewards.math_notation import plain_latex
 
@@ -288,8 +290,8 @@ def grade_gpqa(response: str, label: Any, metadata: dict[str, Any] | None = None
     choose (C)", or a single letter. The English words "a" and "I" are not letters, and two letters
     ("A and B") are not a choice.
 
-    ``label`` is a letter, or the text or position of one of ``metadata["choices"]`` (a list, or a
-    dict by letter); ``metadata["valid_letters"]`` limits the letters; they are those of the
+    ``label`` is a letter, or the text or position of one of ``metadata["choices"]`` (see
+    `valid_choices`); ``metadata["valid_letters"]`` limits the letters; they are those of the
     choices, else A to J.
 
     Example:
@@ -307,15 +309,60 @@ def grade_gpqa(response: str, label: Any, metadata: dict[str, Any] | None = None
 
 def valid_choices(metadata: dict[str, Any] | None) -> tuple[list[str], dict[str, Any]]:
     """Letters that may be chosen, and the texts of the choices by letter ({} if the row has
-    none)."""
+    none).
+
+    ``metadata["choices"]`` is a list of texts, a dict of them by letter, a list of objects with
+    "label" and "text", or an object with a list of each; or the JSON text of one of these. Choices
+    that are null do not count: columnar files fill records up to the union of all keys.
+
+    Raises:
+        UserError: the choices, or the letters, have another form; says which.
+
+    Example:
+        >>> valid_choices({"choices": {"label": ["A", "B"], "text": ["red", "blue"]}})
+        (['A', 'B'], {'A': 'red', 'B': 'blue'})
+    """
     metadata = metadata or {}
-    choices = metadata.get("choices") or []
-    texts = (
-        dict(choices) if isinstance(choices, dict) else dict(zip(string.ascii_uppercase, choices))
-    )
-    texts = {str(letter).upper(): text for letter, text in texts.items()}
+    texts = _choice_texts(metadata.get("choices"))
+    texts = {str(letter).strip().upper(): text for letter, text in texts.items()}
     letters = metadata.get("valid_letters") or texts or _LETTERS
-    return [str(letter).upper() for letter in letters], texts
+    if not isinstance(letters, str | list | tuple | dict):
+        raise _no_choices(f"'valid_letters' is a {type(letters).__name__}")
+    found = [str(letter).upper() for letter in letters]
+    if any(len(letter) != 1 for letter in found):
+        raise _no_choices(f"its letters are {', '.join(found)}, and each must be one character")
+    return found, texts
+
+
+def _choice_texts(choices: Any) -> dict[str, Any]:
+    if isinstance(choices, str) and choices.strip():
+        try:
+            choices = json.loads(choices)
+        except ValueError:
+            raise _no_choices("'choices' is text that is not JSON") from None
+    if not choices:
+        return {}
+    if isinstance(choices, dict):
+        labels, texts = (choices.get(key) for key in ("label", "text"))
+        if isinstance(labels, list) and isinstance(texts, list):
+            return dict(zip(labels, texts))
+        return {letter: text for letter, text in choices.items() if text is not None}
+    if not isinstance(choices, list | tuple):
+        raise _no_choices(f"'choices' is a {type(choices).__name__}")
+    if all(isinstance(one, dict) for one in choices):
+        if not all("label" in one and "text" in one for one in choices):
+            raise _no_choices(f"the keys of the first are {', '.join(map(str, choices[0]))}")
+        return {one["label"]: one["text"] for one in choices}
+    known = zip(string.ascii_uppercase, choices)
+    return {letter: text for letter, text in known if text is not None}
+
+
+def _no_choices(why: str) -> UserError:
+    return UserError(
+        "the metadata has choices that --rm-type gpqa cannot read",
+        why=why,
+        fix="write a list of their texts, a dict by letter, or objects with label and text",
+    )
 
 
 def label_letter(label: Any, letters: list[str], texts: dict[str, Any]) -> str | None:
@@ -359,8 +406,17 @@ def _letter_of(text: str, letters: list[str], texts: dict[str, Any]) -> str | No
 
 def _choice_with_text(text: str, texts: dict[str, Any]) -> str | None:
     plain = _plain_choice(text) if texts else ""
-    found = (letter for letter, choice in texts.items() if _plain_choice(str(choice)) == plain)
+    found = (
+        letter
+        for letter, choice in texts.items()
+        if plain in (_plain_choice(str(choice)), _plain_choice(_unlettered(str(choice), letter)))
+    )
     return next(found, None) if plain else None
+
+
+def _unlettered(choice: str, letter: str) -> str:
+    """A choice without its own letter before it: "(A) red", "A. red"."""
+    return re.sub(rf"^\s*(?:\({letter}\)|{letter}\s*[).:])\s*(?=\S)", "", choice)
 
 
 def _plain_choice(text: str) -> str:
