@@ -234,6 +234,7 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
         except TemplateRefuses as error:
             raise RowProblem("are refused by the chat template", error.why, error.fix) from error
         remarks += left_out(left_out_roles(messages or [], str(rendered)))
+        remarks += _answered(messages or [])
     found = Prompt(rendered, [], label, metadata, prompt, columns, tuple(sorted(keys)))
     found.remarks = remarks
     return _with_images(found, row, form, parts)
@@ -266,6 +267,19 @@ def _foreign(messages: Messages) -> list[RowProblem]:
             "have messages of a role that is none of system, user, assistant and tool",
             f"the first: {', '.join(map(repr, roles))}; the chat template is given it as it is",
             "name the roles as the model's chat template does",
+            refuse_at=NEVER,
+        )
+    ]
+
+
+def _answered(messages: Messages) -> list[RowProblem]:
+    if not messages or messages[-1]["role"] != "assistant":
+        return []
+    return [
+        RowProblem(
+            "have prompts that end with a message of the assistant, after which it is asked again",
+            f"the first ends with {messages[-1]['content'][-80:]!r}",
+            "leave the last answer out, if the model is to find it",
             refuse_at=NEVER,
         )
     ]

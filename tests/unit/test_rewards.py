@@ -99,6 +99,9 @@ def test_flags_know_which_rewards_use_workers() -> None:
         (r"\boxed{\text{even}}", r"\text{even}", 1.0),
         ("no idea", "4", 0.0),
         ("", "4", 0.0),
+        (r"$\boxed{2}$ or $\boxed{1}$", r"$\boxed{1}$ and $\boxed{2}$.", 1.0),
+        (r"\boxed{2}", r"$\boxed{1}$ and $\boxed{2}$.", 0.0),
+        (r"\boxed{2}", r"<think>\boxed{1}</think> 2", 1.0),
         ("**No.**", "no", 1.0),
         ("not Paris", "Paris", 0.0),
         ("所以共有42个苹果。", "42", 1.0),
@@ -175,6 +178,10 @@ def test_dapo() -> None:
         "pred": "34",
     }
     assert grade_dapo("Answer: 35", "34")["score"] == -1.0
+    assert grade_dapo(r"Answer: \boxed{1} and \boxed{2}", "1, 2")["acc"]
+    assert grade_dapo("Answer: 2, 1", r"\boxed{1} and \boxed{2}")["acc"]
+    assert not grade_dapo("Answer: 2", r"\boxed{1} and \boxed{2}")["acc"]
+    assert grade_dapo("Answer: 2", "1 + 1 = 2\n#### 2")["acc"]
     assert grade_dapo("34", "34") == {"score": -1.0, "acc": False, "pred": "[INVALID]"}
     assert grade_dapo("Answer: 34" + " " * 300, "34")["score"] == -1.0, (
         "only the last 300 characters count"

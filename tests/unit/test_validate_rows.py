@@ -163,8 +163,9 @@ def test_message_keys_that_nothing_reads_are_told_once_with_the_number_of_rows(
 def test_messages_that_the_template_leaves_out_or_does_not_know_are_told(
     tmp_path: Path, is_supervised: bool
 ) -> None:
-    talk = [{"role": role, "content": f"the {role}"} for role in ("user", "critic", "assistant")]
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"input": talk}, {"input": [talk[0], talk[2]]}])
+    roles = ("user", "critic", "assistant") if is_supervised else ("user", "critic")
+    talk = [{"role": role, "content": f"the {role}"} for role in roles]
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"input": talk}, {"input": [talk[0], *talk[2:]]}])
     shy = make_tokenizer(CHATML.replace("m in messages", "m in messages if m.role != 'critic'"))
     flags: dict[str, Any] = {"label_key": None, "rm_type": "random", "apply_chat_template": True}
     if is_supervised:
@@ -174,6 +175,13 @@ def test_messages_that_the_template_leaves_out_or_does_not_know_are_told(
     assert "1 of 2 rows have messages that the chat template leaves out" in left_out
     assert "'critic'" in foreign and "'critic'" in left_out
     assert len(report_of(path, **flags).warnings) == 1
+
+
+def test_prompts_that_hold_their_answer_are_told(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [chat("1+2=", "3"), chat("1+1=")])
+    flags = {"input_key": "messages", "label_key": None, "rm_type": "random"}
+    (line,) = report_of(path, apply_chat_template=True, **flags).warnings
+    assert "1 of 2 rows have prompts that end with a message of the assistant" in line
 
 
 def test_doctor_says_what_the_launch_says(

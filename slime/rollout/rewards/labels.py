@@ -12,8 +12,8 @@ from typing import Any
 
 from slime.errors import UserError
 from slime.rollout.rewards.text import (
+    answer_in_label,
     label_letter,
-    last_boxed,
     normalise_final_answer,
     valid_choices,
 )
@@ -81,7 +81,7 @@ def doubt_label(rm_type: str | None, label: Any) -> tuple[str, str] | None:
     rm_type = rm_type or ""
     if rm_type.removeprefix("boxed_") not in ("math", "deepscaler"):
         return None
-    answer, is_boxed = _answer_of(str(label))
+    answer, is_boxed = answer_in_label(str(label))
     words = len(answer.split())
     if not is_boxed and words > _MOST_WORDS:
         why = rf"is a text of {words} words in which neither #### nor \boxed{{}} marks the answer"
@@ -97,13 +97,6 @@ def doubt_label(rm_type: str | None, label: Any) -> tuple[str, str] | None:
     return f"have a label that --rm-type {rm_type} compares as text", why
 
 
-def _answer_of(text: str) -> tuple[str, bool]:
-    r"""The answer in a label for math, and whether it stands in a \boxed{}."""
-    answer = text.rsplit("####", 1)[-1].strip()
-    boxed = last_boxed(answer)
-    return (answer if boxed is None else boxed).strip(), boxed is not None
-
-
 def _braces(answer: str) -> int:
     """How many braces are opened and not closed; negative where more are closed."""
     plain = answer.replace(r"\{", "").replace(r"\}", "")
@@ -111,7 +104,7 @@ def _braces(answer: str) -> int:
 
 
 def _check_math(label: Any, _: dict[str, Any]) -> str | None:
-    answer, is_boxed = _answer_of(str(label))
+    answer, is_boxed = answer_in_label(str(label))
     if is_boxed and not answer.strip("$ "):
         return r"has an empty \boxed{}"
     if not answer:

@@ -51,6 +51,44 @@ def boxed_spans(text: str) -> list[tuple[int, int, int]]:
     return sorted(spans)
 
 
+#: Most boxes that are joined to a list.
+_MOST_BOXES = 20
+_JOINED = re.compile(
+    r"(?:\\[)\]]|[$ ])*(?:[,;]|[,;]? ?(?:and|or)\b|\\text\{ ?(?:and|or) ?\})(?:\\[(\[]|[$ ])*"
+)
+
+
+def joined_boxes(text: str) -> str | None:
+    r"""The last ``\boxed{…}``, with those before it that only a comma, "and" or "or" separates."""
+    spans = boxed_spans(text)
+    if not spans:
+        return None
+    position, start, end = spans[-1]
+    boxes = [text[start:end]]
+    for earlier, start, end in spans[-2:-_MOST_BOXES:-1]:
+        if not _JOINED.fullmatch(text, end + 1, position):
+            break
+        position = earlier
+        if not any(same_answer(box, text[start:end]) for box in boxes):
+            boxes.insert(0, text[start:end])
+    return ", ".join(boxes)
+
+
+def answer_in_label(label: str) -> tuple[str, bool]:
+    r"""The answer in a label for mathematics, and whether it stands in a ``\boxed{…}``.
+
+    As in a response, boxes that a comma, "and" or "or" joins are a list, and reasoning does not
+    count. Labels of GSM8K begin after "####".
+
+    Example:
+        >>> answer_in_label(r"<think>hm</think> \boxed{1} or \boxed{2}")
+        ('1, 2', True)
+    """
+    text = label.rpartition("</think>")[2].rsplit("####", 1)[-1].strip()
+    boxes = joined_boxes(text)
+    return (text if boxes is None else boxes).strip(), boxes is not None
+
+
 def after_thinking(text: str) -> str | None:
     """The text after the reasoning (``</think>`` or ``###Response``); None if it was never
     closed."""
@@ -222,12 +260,15 @@ def final_answer(response: str, label: Any, pattern: str = ANSWER_LINE) -> tuple
     ends = "*_ \"'" if given.startswith("'") else '*_ "'  # 30' is an angle
     given = _OPENING_MARKS.sub("", given).rstrip(ends)
     given = given if given.endswith("...") else given.rstrip(ends + ".")
+    boxes = joined_boxes(given)
+    given = given if boxes is None else boxes
+    answer = answer_in_label(str(label))[0]
     predicted = normalise_final_answer(given)
-    wanted = normalise_final_answer(str(label))
+    wanted = normalise_final_answer(answer)
     if not predicted or not wanted:
         return False, predicted or "[INVALID]"
-    verdict = same_answer(unboxed(str(label)), unboxed(given))
-    if verdict is None or (not verdict and is_text(unboxed(str(label)))):
+    verdict = same_answer(answer, given)
+    if verdict is None or (not verdict and is_text(answer)):
         return predicted == wanted, predicted
     return verdict, predicted
 
