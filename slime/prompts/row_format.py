@@ -227,7 +227,9 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
         writes_names = not source or template_form(tokenizer, **form.template_kwargs).writes_names
         keys = unread_keys(messages, source, writes_names=writes_names)
     rendered = prompt
-    remarks = _foreign(messages or [])
+    remarks = [*_foreign(messages or []), *_unread_system(row, columns, prompt)]
+    if form.raw and isinstance(prompt, str) and isinstance(label, str):
+        remarks += _repeated(prompt, [label])
     if form.apply_chat_template and not form.raw:
         try:
             rendered = render_prompt(tokenizer, prompt, tools=tools or None, **form.template_kwargs)
@@ -267,6 +269,48 @@ def _foreign(messages: Messages) -> list[RowProblem]:
             "have messages of a role that is none of system, user, assistant and tool",
             f"the first: {', '.join(map(repr, roles))}; the chat template is given it as it is",
             "name the roles as the model's chat template does",
+            refuse_at=NEVER,
+        )
+    ]
+
+
+#: Columns that hold a system prompt in some data sets.
+_SYSTEM_COLUMNS = ("system", "system_prompt")
+#: Characters; an answer may begin with a shorter prompt by chance.
+_LEAST_REPEATED = 16
+
+
+def _unread_system(
+    row: dict[str, Any], unread: Iterable[str], prompt: str | Messages
+) -> list[RowProblem]:
+    """
+    Args:
+        unread: the columns that nothing reads.
+    """
+    if isinstance(prompt, list) and prompt[0]["role"] in ("system", "developer"):
+        return []
+    return [
+        RowProblem(
+            f"have a system prompt in the column '{name}', which nothing reads",
+            f"the first: {row[name][:80]!r}",
+            "write it as the first message, of the role system",
+            refuse_at=NEVER,
+        )
+        for name in unread
+        if name in _SYSTEM_COLUMNS and isinstance(row[name], str) and row[name].strip()
+    ]
+
+
+def _repeated(prompt: str, answers: list[Any]) -> list[RowProblem]:
+    asked = prompt.strip()
+    is_repeated = all(str(answer).lstrip().startswith(asked) for answer in answers)
+    if len(asked) < _LEAST_REPEATED or not is_repeated:
+        return []
+    return [
+        RowProblem(
+            "have answers that begin with their prompt, which is then trained on twice",
+            f"the first: {str(answers[0])[:80]!r}",
+            "take the prompt out of the answers",
             refuse_at=NEVER,
         )
     ]
@@ -395,7 +439,11 @@ def _read_preference(
     unread = _unread_columns(row, form, (*columns.names, column))
     if isinstance(asked, str) and not holds_text(prompt, asked):
         unread = (*unread, str(column))
-    remarks = _foreign(prompt) if isinstance(prompt, list) else []
+    remarks = _unread_system(row, unread, prompt)
+    if isinstance(prompt, str):
+        remarks += _repeated(prompt, list(answers.values()))
+    else:
+        remarks += _foreign(prompt)
     return Prompt(prompt, [], answers | label, metadata, prompt, unread, remarks=remarks)
 
 

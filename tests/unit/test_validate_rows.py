@@ -177,6 +177,39 @@ def test_messages_that_the_template_leaves_out_or_does_not_know_are_told(
     assert len(report_of(path, **flags).warnings) == 1
 
 
+@pytest.mark.parametrize("loss", ["policy_loss", "sft_loss", "preference_loss"])
+def test_a_system_prompt_in_a_column_that_nothing_reads_is_told(tmp_path: Path, loss: str) -> None:
+    row = chat("1+2=", *(["3"] if loss == "sft_loss" else [])) | {"system": "be brief"}
+    first = {"role": "system", "content": "be brief"}
+    rows = [row, row | {"messages": [first, *row["messages"]]}, row | {"system": " "}]
+    answers = {"chosen": "three and more", "rejected": "four"}
+    flags: dict[str, Any] = {"input_key": "messages", "label_key": None, "loss_type": loss}
+    if loss == "policy_loss":
+        flags |= {"rm_type": "random", "apply_chat_template": True}
+    if loss == "preference_loss":
+        flags |= {"preference_loss": "dpo"}
+        rows = [row | answers for row in rows]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    (line,) = report_of(path, **flags).warnings
+    assert "1 of 3 rows have a system prompt in the column 'system'" in line
+
+
+@pytest.mark.parametrize("loss", ["sft_loss", "preference_loss"])
+def test_answers_that_begin_with_their_prompt_are_told(tmp_path: Path, loss: str) -> None:
+    asked = "What is one and two?"
+    rows = [{"input": asked, "label": f"{asked} 3"}, {"input": asked, "label": "3"}]
+    flags: dict[str, Any] = {"loss_type": loss}
+    if loss == "preference_loss":
+        flags |= {"preference_loss": "dpo", "input_key": "input", "label_key": None}
+        rows = [
+            {"input": row["input"], "chosen": row["label"], "rejected": row["label"] + "1"}
+            for row in rows
+        ]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    (line,) = report_of(path, **flags).warnings
+    assert "1 of 2 rows have answers that begin with their prompt" in line
+
+
 def test_prompts_that_hold_their_answer_are_told(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [chat("1+2=", "3"), chat("1+1=")])
     flags = {"input_key": "messages", "label_key": None, "rm_type": "random"}
