@@ -26,7 +26,7 @@ FILES = read_package(ROOT / "slime")
 BUDGETS = {
     "agents": 1_640,
     "algorithms": 1_410,  # four estimators, sampling masks, divergences, formulas for the docs
-    "checkpoints": 4_915,  # MXFP4, reward models, names of PEFT, adapters of a critic
+    "checkpoints": 4_930,  # MXFP4, reward models, names of PEFT, adapters of a critic
     "cli": 2_785,  # plan, launch, compare, images in a chat, flags and adapters without effect
     "cluster": 4_890,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
     "compat": 1_375,
@@ -42,8 +42,8 @@ BUDGETS = {
     "observe": 3_435,  # profiles, three trackers, ranges of recipes, damaged lines
     "page": 1_640,
     "processes": 1_060,  # the preloaded process
-    "prompts": 4_425,  # images, preferences, forms of messages, what templates leave out
-    "rollout": 9_180,  # preferences, reward models, evaluation sets, forms of choices and labels
+    "prompts": 4_460,  # images, preferences, forms of messages, what templates leave out
+    "rollout": 9_195,  # preferences, reward models, evaluation sets, forms of choices and labels
     "run": 2_275,  # lengths that longrope is computed for, profiles, data sets from Python
     "samples": 2_270,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 930,
