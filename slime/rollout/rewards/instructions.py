@@ -83,9 +83,9 @@ def follows_all(response: str, task: Task) -> float:
 
 
 def read_task(metadata: dict[str, Any] | None, where: str) -> Task:
-    """Return the instructions of a row. Arguments that are None or NaN are dropped, because columnar
-    files have every argument in every row, and whole floats become integers: a column of integers
-    with gaps is one of floats.
+    """Return the instructions of a row. Arguments that are None or NaN are dropped, because
+    columnar files have every argument in every row, and whole floats become integers: a column of
+    integers with gaps is one of floats.
 
     Args:
         where: the row or sample, for errors.
