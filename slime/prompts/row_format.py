@@ -227,7 +227,7 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
         writes_names = not source or template_form(tokenizer, **form.template_kwargs).writes_names
         keys = unread_keys(messages, source, writes_names=writes_names)
     rendered = prompt
-    remarks = [*_foreign(messages or []), *_unread_system(row, columns, prompt)]
+    remarks = [*_foreign(messages or []), *_unread_parts(row, columns, prompt, form)]
     if form.raw and isinstance(prompt, str) and isinstance(label, str):
         remarks += _repeated(prompt, [label])
     if form.apply_chat_template and not form.raw:
@@ -274,14 +274,15 @@ def _foreign(messages: Messages) -> list[RowProblem]:
     ]
 
 
-#: Columns that hold a system prompt in some data sets.
-_SYSTEM_COLUMNS = ("system", "system_prompt")
+#: Columns that hold a part of the prompt in some data sets, and the --input-key beside which they
+#: do; None: any.
+_PROMPT_COLUMNS = {"system": None, "system_prompt": None, "input": "instruction"}
 #: Characters; an answer may begin with a shorter prompt by chance.
 _LEAST_REPEATED = 16
 
 
-def _unread_system(
-    row: dict[str, Any], unread: Iterable[str], prompt: str | Messages
+def _unread_parts(
+    row: dict[str, Any], unread: Iterable[str], prompt: str | Messages, form: RowFormat
 ) -> list[RowProblem]:
     """
     Args:
@@ -291,13 +292,15 @@ def _unread_system(
         return []
     return [
         RowProblem(
-            f"have a system prompt in the column '{name}', which nothing reads",
+            f"have a part of the prompt in the column '{name}', which nothing reads",
             f"the first: {row[name][:80]!r}",
-            "write it as the first message, of the role system",
+            "write it into the prompt; a system prompt as the first message, of the role system",
             refuse_at=NEVER,
         )
         for name in unread
-        if name in _SYSTEM_COLUMNS and isinstance(row[name], str) and row[name].strip()
+        if _PROMPT_COLUMNS.get(name, "") in (None, form.input_key)
+        and isinstance(row[name], str)
+        and row[name].strip()
     ]
 
 
@@ -439,7 +442,7 @@ def _read_preference(
     unread = _unread_columns(row, form, (*columns.names, column))
     if isinstance(asked, str) and not holds_text(prompt, asked):
         unread = (*unread, str(column))
-    remarks = _unread_system(row, unread, prompt)
+    remarks = _unread_parts(row, unread, prompt, form)
     if isinstance(prompt, str):
         remarks += _repeated(prompt, list(answers.values()))
     else:

@@ -178,7 +178,7 @@ def test_messages_that_the_template_leaves_out_or_does_not_know_are_told(
 
 
 @pytest.mark.parametrize("loss", ["policy_loss", "sft_loss", "preference_loss"])
-def test_a_system_prompt_in_a_column_that_nothing_reads_is_told(tmp_path: Path, loss: str) -> None:
+def test_a_part_of_the_prompt_that_nothing_reads_is_told(tmp_path: Path, loss: str) -> None:
     row = chat("1+2=", *(["3"] if loss == "sft_loss" else [])) | {"system": "be brief"}
     first = {"role": "system", "content": "be brief"}
     rows = [row, row | {"messages": [first, *row["messages"]]}, row | {"system": " "}]
@@ -191,7 +191,18 @@ def test_a_system_prompt_in_a_column_that_nothing_reads_is_told(tmp_path: Path, 
         rows = [row | answers for row in rows]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     (line,) = report_of(path, **flags).warnings
-    assert "1 of 3 rows have a system prompt in the column 'system'" in line
+    assert "1 of 3 rows have a part of the prompt in the column 'system'" in line
+
+
+@pytest.mark.parametrize(("key", "num_lines"), [("instruction", 1), ("question", 0)])
+def test_the_input_of_an_instruction_is_a_part_of_the_prompt(
+    tmp_path: Path, key: str, num_lines: int
+) -> None:
+    rows = [{key: "Add them.", "input": "1 and 2", "output": "3"}]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    flags = {"input_key": key, "label_key": "output", "loss_type": "sft_loss"}
+    lines = report_of(path, **flags).warnings
+    assert [("in the column 'input'" in line) for line in lines] == [True] * num_lines
 
 
 @pytest.mark.parametrize("loss", ["sft_loss", "preference_loss"])
