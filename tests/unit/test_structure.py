@@ -42,7 +42,7 @@ BUDGETS = {
     "observe": 3_435,  # profiles, three trackers, ranges of recipes, damaged lines
     "page": 1_640,
     "processes": 1_060,  # the preloaded process
-    "prompts": 4_460,  # images, preferences, forms of messages, what templates leave out
+    "prompts": 4_480,  # images, preferences, forms of messages, what templates leave out
     "rollout": 9_195,  # preferences, reward models, evaluation sets, forms of choices and labels
     "run": 2_275,  # lengths that longrope is computed for, profiles, data sets from Python
     "samples": 2_270,  # rewards of tokens and turns, sampling masks, whole pairs

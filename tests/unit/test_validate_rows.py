@@ -221,6 +221,22 @@ def test_answers_that_begin_with_their_prompt_are_told(tmp_path: Path, loss: str
     assert "1 of 2 rows have answers that begin with their prompt" in line
 
 
+@pytest.mark.parametrize("is_supervised", [False, True])
+def test_arguments_that_the_template_does_not_read_are_told(
+    tmp_path: Path, is_supervised: bool
+) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [chat("1+2=", *(["3"] if is_supervised else []))])
+    tokenizer = make_tokenizer(CHATML + "{% if enable_thinking %}<think>{% endif %}")
+    flags: dict[str, Any] = {"input_key": "messages", "label_key": None, "loss_type": "sft_loss"}
+    if not is_supervised:
+        flags |= {"loss_type": "policy_loss", "rm_type": "random", "apply_chat_template": True}
+    given = {"enable_thinkng": False}
+    (line,) = report_of(path, tokenizer, apply_chat_template_kwargs=given, **flags).warnings
+    assert "does not read 'enable_thinkng'" in line and "did you mean 'enable_thinking'?" in line
+    given = {"enable_thinking": False}
+    assert report_of(path, tokenizer, apply_chat_template_kwargs=given, **flags).warnings == []
+
+
 def test_prompts_that_hold_their_answer_are_told(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [chat("1+2=", "3"), chat("1+1=")])
     flags = {"input_key": "messages", "label_key": None, "rm_type": "random"}
