@@ -125,7 +125,7 @@ def _grade(name: str) -> int:
             return 2 if last == "token" else 1
         return int(last == "token" and (is_variable or before not in _VOCABULARY))
     if last == "pass":
-        return int(is_variable or before in _LOGINS)
+        return int(is_variable or before in _LOGINS) or (_BARE if name.lower() == "pass" else 0)
     return int(last == "auth" or last.endswith("token"))
 
 
@@ -134,6 +134,8 @@ _PATH = re.compile(r"(?:~|\.{0,2})/[\w./-]+\.\w{2,5}")
 #: Values in the place of a secret that are not secret.
 _NO_VALUES = {"", "…", "none", "null", "empty", "true", "false", "yes", "no"}
 _NO_VALUES |= {"auto", "basic", "bearer", "token"}
+#: Words after the name of a flag in messages.
+_PROSE = _words("has is needs names and or too out with without to in of")
 
 
 def _hides(grade: int, value: Any) -> bool:
@@ -164,13 +166,15 @@ _PRIVATE_KEY = re.compile(
     re.S,
 )
 #: Recognisable formats of keys: the hub, W&B, OpenAI and similar, GitHub, AWS, Google, Slack,
-#: JWTs.
+#: Groq, NVIDIA, Replicate, xAI, Perplexity, SendGrid, JWTs.
 _SHAPES = re.compile(
     r"(?P<before>(?:hooks\.slack\.com/services/|discord(?:app)?\.com/api/webhooks/\d+/|"
     r"api\.telegram\.org/bot)?)"
     r"(?P<secret>(?<=services/)[\w/-]{12,}|(?<=webhooks/)[\w/-]{12,}|(?<=\.org/bot)\d+:[\w-]{12,}"
     r"|\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|wandb_v\d_[\w-]{16,}|local-[0-9a-f]{40}"
     r"|gh[opsru]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{12,}|(?:AKIA|ASIA)[0-9A-Z]{12,}"
+    r"|gsk_[A-Za-z0-9]{20,}|nvapi-[\w-]{20,}|r8_[A-Za-z0-9]{20,}|(?:xai|pplx)-[A-Za-z0-9]{20,}"
+    r"|SG\.[\w-]{16,}\.[\w-]{16,}|ya29\.[\w-]{20,}"
     r"|AIza[\w-]{20,}|xox[abeprs]-[\w-]{10,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{40,}|[rs]k_(?:live|"
     r"test)_[A-Za-z0-9]{16,}"
     r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})|(?<![\w/.-])sk-(?=[\w-]{0,80}\d)[\w-]{12,})"
@@ -184,11 +188,12 @@ _IN_URL = re.compile(
 _IN_QUERY = re.compile(r"(?P<before>[?&;#](?P<name>[\w.-]{1,60})=)(?P<secret>[^&#\s\"'<>\\]+)")
 _QUERY_NAMES = ("key", "sig", "signature", "token", "auth", "pass", "sas")
 _BEARER = re.compile(r"(?P<before>\b(?i:bearer|basic|token) +)(?P<secret>[\w.~+/=-]{12,})")
-#: NAME=value, "name": "value", --name value; the name decides.
+#: NAME=value, "name": "value" (quotes may be escaped), names["name"] = "value", ("name", "value"),
+#: --name value; the name decides.
 _NAMED = re.compile(
     r"""(?P<before>(?P<name>-{0,2}\b[A-Za-z][\w-]{2,60})"""
-    r"""(?P<between>["']?\s{0,3}[=:]\s{0,3}|\s(?=[^\s-])))"""
-    r"""(?P<mark>["']?)(?P<secret>(?<=")[^"\n]*|(?<=')[^'\n]*|[^\s,;"'}\])]+)"""
+    r"""(?P<between>\\{0,3}["']?\]?\s{0,3}[=:]\s{0,3}|["'],\s?(?=["'])|\s(?=[^\s-])))"""
+    r"""(?P<mark>\\{0,3}["']?)(?P<secret>(?<=")[^"\n]*|(?<=')[^'\n]*|[^\s,;"'}\])]+)"""
 )
 
 
@@ -210,7 +215,7 @@ class _Hider:
         text = _IN_URL.sub(self._always, text)
         text = _IN_QUERY.sub(self._in_query, text)
         text = _BEARER.sub(self._always, text)
-        return _NAMED.sub(self._named, text)
+        return self._named_in(text)
 
     def value(self, value: Any, name: str, inherited: int = 0) -> Any:
         grade = inherited or _grade(name)
@@ -273,6 +278,21 @@ class _Hider:
             else match[0]
         )
 
+    def _named_in(self, text: str) -> str:
+        """Hide the values after names of secrets. What follows another name may itself be a name
+        ("error: password=…"), so it is searched again."""
+        parts = []
+        done = 0
+        at = 0
+        while (match := _NAMED.search(text, at)) is not None:
+            shown = self._named(match)
+            at = match.start("secret")
+            if shown != match[0]:
+                parts += [text[done : match.start()], shown]
+                done = match.end()
+                at = done
+        return "".join([*parts, text[done:]])
+
     def _named(self, match: re.Match[str]) -> str:
         name = match["name"]
         between = match["between"]
@@ -280,7 +300,11 @@ class _Hider:
         grade = _grade(name)
         if HIDDEN in value or not _hides(grade, value):
             return match[0]
-        if between.isspace() and not name.startswith("--"):  # "a token of …" is prose
+        if between.isspace() and value.lower() in _PROSE:
+            return match[0]
+        # "a token of …" is prose; "password abc123" is a line of netrc
+        is_prose = between.isspace() and not name.startswith("--")
+        if (is_prose or "," in between) and not (grade == 2 and _looks_random(value)):
             return match[0]
         is_clear = (
             grade == 1

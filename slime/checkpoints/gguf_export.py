@@ -123,10 +123,20 @@ def gguf_writer(target: Path, spec: ModelSpec) -> Iterator[GGUFWriter]:
     """Yield the writer of a file, which appears at the end of the block.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: the file cannot be written, or is there and no GGUF file.
     """
     from gguf import GGUFWriter
 
+    head = b""
+    if target.is_file():
+        with target.open("rb") as file:
+            head = file.read(4)
+    if head not in (b"", b"GGUF"):
+        raise UserError(
+            f"{target} is there, and is no GGUF file",
+            why="only an earlier GGUF file is replaced",
+            fix="pass another name",
+        )
     try:
         with replacing(target) as unfinished:
             yield GGUFWriter(unfinished, ARCHITECTURES[spec.family])

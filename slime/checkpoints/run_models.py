@@ -115,8 +115,13 @@ def newest_model(run_folder: Path) -> RunModel:
 
 def first_base(run_folder: Path) -> Path | None:
     """Return the model from which the run's first stage started; None if it is not recorded."""
-    configs = list(stage_configs(run_folder).values())
-    return _base(run_folder, configs[0]) if configs else None
+    return next(iter(bases(run_folder)), None)
+
+
+def bases(run_folder: Path) -> list[Path]:
+    """Return the models from which the stages of a run started, as far as they are recorded."""
+    found = (_base(run_folder, config) for config in stage_configs(run_folder).values())
+    return [base for base in found if base is not None]
 
 
 def checkpoint_model(directory: Path) -> RunModel | None:

@@ -23,6 +23,7 @@ from slime.checkpoints.gguf_export import check_writable, hf_to_gguf
 from slime.checkpoints.hf_files import check_export
 from slime.checkpoints.merging import merge_adapter, trained_beside
 from slime.checkpoints.peft_files import ExpertLayout, read_adapter, rewrite_adapter
+from slime.checkpoints.run_models import bases
 from slime.cli.arguments import Arguments
 from slime.cli.model_source import ChosenModel, add_model_arguments, chosen_model, model_name
 from slime.cli.push import card_of
@@ -102,6 +103,10 @@ def _parser() -> Arguments:
 
 def _to_directory(chosen: ChosenModel, flags: argparse.Namespace) -> None:
     target = Path(flags.to)
+    kept = {"model": chosen.directory} | ({"adapter": chosen.adapter} if chosen.adapter else {})
+    for base in bases(Path(flags.path)):
+        check_export(target, {**kept, "run's --hf-checkpoint": base})
+    check_export(target, kept)
     card = card_of(flags.path, chosen)
     if chosen.adapter is None:
         _copy(chosen.directory, target)
@@ -129,7 +134,6 @@ def _merge(chosen: ChosenModel, adapter: Path, target: Path) -> Path:
 
 
 def _copy(source: Path, target: Path) -> None:
-    check_export(target, {"the model": source})
     unfinished = partial_dir(target)
     for entry in sorted(source.iterdir()):
         if entry.is_file():

@@ -9,7 +9,8 @@ import time
 from typing import Any
 
 from slime.errors import UserError
-from slime.files import dump_line, read_lines, write_atomically
+from slime.files import dump_line, write_atomically
+from slime.observe.run_data import read_metrics
 from slime.observe.run_folder import RunFolder
 
 
@@ -78,8 +79,8 @@ class JsonlSink:
         """
         kept: list[dict[str, Any]] = []
         lost: list[dict[str, Any]] = []
-        for row in read_lines(self._path):
-            is_lost = row.get("stage") == self._run.stage and row.get("step", -1) >= next_step
+        for row in read_metrics(self._path):
+            is_lost = row.get("stage") == self._run.stage and row["step"] >= next_step
             (lost if is_lost else kept).append(row)
         if not lost:
             return

@@ -60,6 +60,16 @@ class RunData:
         return self.path.name
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a ``metrics.jsonl``. What no run writes is left out: lines without a step
+    or with a stage that is no name, and values that are not numbers."""
+    return [
+        {key: value for key, value in row.items() if _is_cell(key, value)}
+        for row in read_lines(path)
+        if type(row.get("step")) is int and isinstance(row.get("stage"), str | None)
+    ]
+
+
 def merge_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge to one row per step, in order; later rows of a step extend and override earlier ones.
     Rows without a step, and values that are not numbers, are dropped."""
@@ -102,7 +112,7 @@ def read_run(path: Path) -> RunData:
     """
     if not path.is_dir():
         raise UserError(f"no run folder {path}", fix="pass a directory below outputs/")
-    stages = read_stages(path, rows_by_stage(read_lines(path / "metrics.jsonl")))
+    stages = read_stages(path, rows_by_stage(read_metrics(path / "metrics.jsonl")))
     if not stages:
         raise UserError(
             f"{path} is not a run folder", why="it has neither config.json nor metrics.jsonl"

@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 
-from slime.files import read_lines
 from slime.log import get_logger
 from slime.observe.alarms import AlarmWatch
 from slime.observe.chrome_trace import add_phases
 from slime.observe.console import ConsoleSink, phase_seconds
 from slime.observe.jsonl_sink import JsonlSink, metrics_row
 from slime.observe.phases import PhaseTimer, now
+from slime.observe.run_data import read_metrics
 from slime.observe.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -118,11 +118,11 @@ class Sinks:
             saved: metrics of `first_step` in its checkpoint; logged if the earlier process was
                 killed before it logged them.
         """
+        if not first_step:
+            self._tell_of_a_new_start()
         self.rewind(first_step + 1 if first_step else 0)
         self._console.begin(first_step, total_steps, launch_seconds)
-        logged = [
-            row for row in read_lines(self._run.metrics_path) if row.get("stage") == self._run.stage
-        ]
+        logged = self._logged()
         if saved and not any(row["step"] == first_step and _is_step(row) for row in logged):
             for sink in self._sinks:
                 sink.log(first_step, saved)
@@ -131,6 +131,24 @@ class Sinks:
         self._timer.forget_all_but("launch")
         self._step_start = now()
         self._log_seconds = 0.0
+
+    def _logged(self) -> list[dict[str, Any]]:
+        rows = read_metrics(self._run.metrics_path)
+        return [row for row in rows if row.get("stage") == self._run.stage]
+
+    def _tell_of_a_new_start(self) -> None:
+        """Say what of an earlier process of this run is lost, because no checkpoint has it."""
+        done = [row for row in self._logged() if _is_step(row)]
+        if done:
+            were_saved = any("perf/save_model_time" in row for row in done)
+            logger.warning(
+                "the run starts over: it has no checkpoint%s, and trains steps 1 to %d again",
+                " any more (the folder of --save may have been moved, or be on a disk that is not "
+                "mounted)"
+                if were_saved
+                else " yet",
+                done[-1]["step"],
+            )
 
     def rewind(self, next_step: int) -> None:
         """Drop this stage's rows from `next_step` on; `begin` calls this."""

@@ -123,6 +123,25 @@ def render_shown(
         ) from error
 
 
+def left_out_roles(messages: Messages, rendered: str) -> list[str]:
+    """Roles of the messages whose words a rendering lacks; answers are not looked at.
+
+    A message is searched by its longest word, as it is and as JSON writes it.
+
+    Example:
+        >>> left_out_roles([{"role": "critic", "content": "too long"}], "<user>hi</user>")
+        ['critic']
+    """
+    found = set()
+    for message in messages:
+        content = message["content"]
+        word = max(re.findall(r"\w+", content), key=len, default="")
+        is_written = word in rendered or json.dumps(word)[1:-1] in rendered
+        if message["role"] != "assistant" and not is_written:
+            found.add(str(message["role"]))
+    return sorted(found)
+
+
 # -- the form in which a template takes messages ---------------------------------------------------
 
 

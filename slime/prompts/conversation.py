@@ -32,6 +32,7 @@ Messages = list[dict[str, Any]]
 #: Names that other systems give to roles → ours. Other roles stay unchanged.
 _ROLES = {
     "human": "user",
+    "prompter": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
     "bot": "assistant",
@@ -155,15 +156,56 @@ def conversation_in(value: Any, where: str = "messages") -> tuple[list[Any], Any
         for key in ("messages", "conversations", "conversation"):
             if value.get(key) is not None:
                 inner = conversation_in(value[key], where)
-                return inner and (inner[0], inner[1] or value.get("tools"))
+                if inner is None:
+                    return None
+                messages = _with_system(inner[0], value.get("system"), where)
+                return messages, inner[1] or value.get("tools")
         if any(isinstance(value.get(key), list) for key in ("role", "from")):
-            columns = {key: column for key, column in value.items() if isinstance(column, list)}
-            return [dict(zip(columns, item)) for item in zip(*columns.values())], None
+            return _of_columns(value, where), None
         return ([value], None) if "role" in value or "from" in value else None
     is_list = isinstance(value, list | tuple) and bool(value)
     if is_list and all(isinstance(item, Mapping) for item in value):
         return list(value), None
     return None
+
+
+def _with_system(messages: list[Any], system: Any, where: str) -> list[Any]:
+    """Put the system prompt that stands beside the messages of an object before them.
+
+    Raises:
+        ConversationError: the messages have another one.
+    """
+    if not isinstance(system, str) or not system.strip():
+        return messages
+    first = messages[0] if messages and isinstance(messages[0], Mapping) else {}
+    if str(first.get("role", first.get("from"))).lower() != "system":
+        return [{"role": "system", "content": system}, *messages]
+    if first.get("content", first.get("value")) == system:
+        return messages
+    raise ConversationError(
+        "two system prompts: one beside the messages, and another in them",
+        where,
+        f"beside them: {system[:80]!r}",
+        "keep one of them",
+    )
+
+
+def _of_columns(value: Mapping[str, Any], where: str) -> list[Any]:
+    """The messages of a struct of lists.
+
+    Raises:
+        ConversationError: the lists differ in length.
+    """
+    columns = {key: column for key, column in value.items() if isinstance(column, list)}
+    sizes = {key: len(column) for key, column in columns.items()}
+    if len(set(sizes.values())) > 1:
+        raise ConversationError(
+            "lists of different lengths in place of messages",
+            where,
+            ", ".join(f"{size} of {key}" for key, size in sizes.items()),
+            "write as many of each as there are messages",
+        )
+    return [dict(zip(columns, item)) for item in zip(*columns.values(), strict=True)]
 
 
 def _from_text(text: str, where: str) -> Any:
@@ -331,7 +373,8 @@ class _MessageReader:
 
     def _add_message(self, given: dict[str, Any], where: str) -> None:
         wire_role = given.get("role", given.get("from"))
-        if not isinstance(wire_role, str) or not wire_role.strip():
+        wire_role = wire_role.strip() if isinstance(wire_role, str) else None
+        if not wire_role:
             keys = ", ".join(map(str, given)) or "none"
             raise ConversationError(
                 "a message without a role",
@@ -436,6 +479,14 @@ class _MessageReader:
             kind = "reasoning"
         if kind in _TEXT_PARTS:
             text = given.get("text", "")
+            words = [key for key, value in given.items() if key != "type" and value not in _NOTHING]
+            if "text" not in given and any(isinstance(given[key], str) for key in words):
+                raise ConversationError(
+                    "a part of text whose words are under another key",
+                    where,
+                    f"its keys are: {', '.join(given)}",
+                    "write it as {'type': 'text', 'text': …}",
+                )
             if not isinstance(text, str):
                 raise ConversationError(
                     "a part of text that is not text", where, f"found {_named(text)}"
@@ -533,6 +584,13 @@ class _MessageReader:
             arguments = _json(arguments, kind, where) if arguments.strip() else {}
         elif self._drops_nulls:
             arguments = without_nulls(arguments, self._schemas.get(name, {}))
+        if fault := _not_of_json(arguments):
+            raise ConversationError(
+                "arguments of a call that JSON cannot write",
+                where,
+                f"those of {name} have {fault}",
+                "write text, or a number, in its place",
+            )
         if not isinstance(arguments, Mapping):
             raise ConversationError(
                 "arguments of a call that are not a JSON object",
@@ -629,6 +687,16 @@ def _json(text: str, kind: str, where: str) -> Any:
         ) from error
 
 
+def _not_of_json(value: Any) -> str:
+    """Name the first value in nested records that JSON has no form for; "" without one."""
+    if isinstance(value, Mapping | list | tuple):
+        items = value.values() if isinstance(value, Mapping) else value
+        return next(filter(None, map(_not_of_json, items)), "")
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else f"the number {value}"
+    return "" if value is None or isinstance(value, str | int) else _named(value)
+
+
 def _finite(text: str) -> float:
     number = float(text)
     return number if math.isfinite(number) else _not_json(text)
@@ -684,8 +752,9 @@ def _tool(tool: Any, where: str, drops_nulls: bool) -> dict[str, Any]:
     function = {
         key: value for key, value in function.items() if value is not None or not drops_nulls
     }
-    if "input_schema" in function:
-        function["parameters"] = function.pop("input_schema")
+    for key in ("input_schema", "inputSchema"):  # Anthropic's, and MCP's
+        if key in function:
+            function["parameters"] = function.pop(key)
     if isinstance(function.get("parameters"), str):
         function["parameters"] = _decoded(function["parameters"], where)
     if drops_nulls:
@@ -776,6 +845,11 @@ def _of_key(schema: Mapping[str, Any], key: str) -> Any:
 
 
 # -- keys that nothing reads -----------------------------------------------------------------------
+
+
+def foreign_roles(messages: Messages) -> list[str]:
+    """Roles that are none of those that chat templates usually know."""
+    return sorted({message["role"] for message in messages}.difference(_OUR_ROLES))
 
 
 def unread_keys(messages: Messages, template: str | None, *, writes_names: bool = True) -> set[str]:

@@ -7,8 +7,10 @@ process that draws prompts then reuses its list of kept rows.
 
 from __future__ import annotations
 
+import difflib
 import multiprocessing
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -23,7 +25,7 @@ from slime.errors import UserError
 from slime.log import get_logger, tell
 from slime.processes.host import num_cpus, without_working_directory
 from slime.processes.owner import follow_parent
-from slime.prompts.chat_template import carries_template, template_markers
+from slime.prompts.chat_template import carries_template, template_markers, template_source
 from slime.prompts.conversation import Messages, UnreadKeys
 from slime.prompts.dataset_folders import TRAINING
 from slime.prompts.problems import Problems, RowProblem
@@ -128,7 +130,7 @@ class Scan:
             )
         if self.unread.keys:
             found.append(self.unread.warning(path, self.looked_at))
-        return found
+        return [*found, *(f"{path}: {one}" for one in checker.unread_arguments())]
 
     def notes(self, path: str) -> list[str]:
         """Notes on columns that nothing reads, which is usual and may still explain something."""
@@ -178,6 +180,8 @@ class Checker:
                 found.problems.add(rows.where(position), problem)
                 continue
             found.unread.add(prompt.unread_columns, prompt.unread_keys)
+            for remark in prompt.remarks:
+                found.problems.add(rows.where(position), remark)
             if self.markers and carries_template(prompt.bare, self.markers):
                 found.templated += 1
                 found.first_templated = found.first_templated or rows.where(position)
@@ -198,6 +202,22 @@ class Checker:
                 found.first_too_long = found.first_too_long or rows.where(position)
                 found.shortest = length if found.shortest is None else min(found.shortest, length)
                 found.longest = max(found.longest, length)
+
+    def unread_arguments(self) -> list[str]:
+        """Warnings about arguments that the chat template does not read, so that they have no
+        effect."""
+        source = template_source(self.tokenizer)
+        if not source or not (self.form.apply_chat_template or self.form.raw):
+            return []
+        names = set(re.findall(r"\w+", source))
+        found = []
+        for key in self.form.template_kwargs.keys() - names:
+            near = difflib.get_close_matches(key, names, n=1)
+            found.append(
+                f"the chat template does not read '{key}', which has no effect "
+                "(--apply-chat-template-kwargs)" + (f"; did you mean '{near[0]}'?" if near else "")
+            )
+        return sorted(found)
 
     def fits(self, length: int) -> bool:
         return self.max_tokens is None or length <= self.max_tokens

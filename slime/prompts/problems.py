@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from slime.errors import UserError
 
+#: `RowProblem.refuse_at` of a remark, which never stops a launch.
+NEVER = 2.0
 #: Most rows of one kind that an error names.
 _MOST_LISTED = 200
 

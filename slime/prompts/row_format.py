@@ -13,6 +13,7 @@ from slime.models.vision import placeholder_runs
 from slime.prompts.chat_template import (
     OWN_ARGUMENTS,
     TemplateRefuses,
+    left_out_roles,
     render_prompt,
     template_form,
     template_source,
@@ -22,6 +23,7 @@ from slime.prompts.conversation import (
     ImageParts,
     Messages,
     conversation_in,
+    foreign_roles,
     read_messages,
     read_tools,
     unread_keys,
@@ -36,7 +38,7 @@ from slime.prompts.images import (
 )
 from slime.prompts.labels import compares_labels, read_label
 from slime.prompts.preference_rows import PreferenceColumns, count_images, holds_text, with_prompt
-from slime.prompts.problems import RowProblem, missing_key
+from slime.prompts.problems import NEVER, RowProblem, missing_key
 from slime.samples.media import IMAGES
 from slime.user_code.overrides import follows_old_plugin
 
@@ -171,6 +173,7 @@ class Prompt:
             then those of each answer.
         image_tokens: number of image placeholders still to be added; 0 for preferences, whose
             answers are measured one by one.
+        remarks: what of its messages may differ from what was meant.
     """
 
     text: str | Messages
@@ -183,6 +186,7 @@ class Prompt:
     where: str = ""
     images: list[Source] = field(default_factory=list)
     image_tokens: int = 0
+    remarks: list[RowProblem] = field(default_factory=list)
 
 
 def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
@@ -237,13 +241,109 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
         writes_names = not source or template_form(tokenizer, **form.template_kwargs).writes_names
         keys = unread_keys(messages, source, writes_names=writes_names)
     rendered = prompt
+    remarks = [*_foreign(messages or []), *_unread_parts(row, columns, prompt, form)]
+    if form.raw and isinstance(prompt, str) and isinstance(label, str):
+        remarks += _repeated(prompt, [label])
     if form.apply_chat_template and not form.raw:
         try:
             rendered = render_prompt(tokenizer, prompt, tools=tools or None, **form.template_kwargs)
         except TemplateRefuses as error:
             raise RowProblem("are refused by the chat template", error.why, error.fix) from error
+        remarks += left_out(left_out_roles(messages or [], str(rendered)))
+        remarks += _answered(messages or [])
     found = Prompt(rendered, [], label, metadata, prompt, columns, tuple(sorted(keys)))
+    found.remarks = remarks
     return _with_images(found, row, form, parts)
+
+
+def left_out(roles: list[str]) -> list[RowProblem]:
+    """A warning about messages that the chat template leaves out.
+
+    Args:
+        roles: those of the messages.
+    """
+    if not roles:
+        return []
+    return [
+        RowProblem(
+            "have messages that the chat template leaves out",
+            f"the first: of the role {', '.join(map(repr, roles))}",
+            "give them a role that the template writes at their place, or remove them",
+            refuse_at=NEVER,
+        )
+    ]
+
+
+def _foreign(messages: Messages) -> list[RowProblem]:
+    roles = foreign_roles(messages)
+    if not roles:
+        return []
+    return [
+        RowProblem(
+            "have messages of a role that is none of system, user, assistant and tool",
+            f"the first: {', '.join(map(repr, roles))}; the chat template is given it as it is",
+            "name the roles as the model's chat template does",
+            refuse_at=NEVER,
+        )
+    ]
+
+
+#: Columns that hold a part of the prompt in some data sets, and the --input-key beside which they
+#: do; None: any.
+_PROMPT_COLUMNS = {"system": None, "system_prompt": None, "input": "instruction"}
+#: Characters; an answer may begin with a shorter prompt by chance.
+_LEAST_REPEATED = 16
+
+
+def _unread_parts(
+    row: dict[str, Any], unread: Iterable[str], prompt: str | Messages, form: RowFormat
+) -> list[RowProblem]:
+    """
+    Args:
+        unread: the columns that nothing reads.
+    """
+    if isinstance(prompt, list) and prompt[0]["role"] in ("system", "developer"):
+        return []
+    return [
+        RowProblem(
+            f"have a part of the prompt in the column '{name}', which nothing reads",
+            f"the first: {row[name][:80]!r}",
+            "write it into the prompt; a system prompt as the first message, of the role system",
+            refuse_at=NEVER,
+        )
+        for name in unread
+        if _PROMPT_COLUMNS.get(name, "") in (None, form.input_key)
+        and isinstance(row[name], str)
+        and row[name].strip()
+    ]
+
+
+def _repeated(prompt: str, answers: list[Any]) -> list[RowProblem]:
+    asked = prompt.strip()
+    is_repeated = all(str(answer).lstrip().startswith(asked) for answer in answers)
+    if len(asked) < _LEAST_REPEATED or not is_repeated:
+        return []
+    return [
+        RowProblem(
+            "have answers that begin with their prompt, which is then trained on twice",
+            f"the first: {str(answers[0])[:80]!r}",
+            "take the prompt out of the answers",
+            refuse_at=NEVER,
+        )
+    ]
+
+
+def _answered(messages: Messages) -> list[RowProblem]:
+    if not messages or messages[-1]["role"] != "assistant":
+        return []
+    return [
+        RowProblem(
+            "have prompts that end with a message of the assistant, after which it is asked again",
+            f"the first ends with {messages[-1]['content'][-80:]!r}",
+            "leave the last answer out, if the model is to find it",
+            refuse_at=NEVER,
+        )
+    ]
 
 
 def inputs_of(prompt: Prompt, form: RowFormat) -> dict[str, Any] | None:
@@ -389,7 +489,12 @@ def _read_preference(
     unread = _unread_columns(row, form, (*columns.names, column))
     if isinstance(asked, str) and not holds_text(prompt, asked):
         unread = (*unread, str(column))
-    found = Prompt(prompt, [], answers | label, metadata, prompt, unread)
+    remarks = _unread_parts(row, unread, prompt, form)
+    if isinstance(prompt, str):
+        remarks += _repeated(prompt, list(answers.values()))
+    else:
+        remarks += _foreign(prompt)
+    found = Prompt(prompt, [], answers | label, metadata, prompt, unread, remarks=remarks)
     given_parts = {name: one for name, one in parts.items() if one is not None}
     if form.images is not None and given_parts:
         everything = _parts_in_order(answers, given_parts)

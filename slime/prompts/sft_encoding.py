@@ -16,6 +16,7 @@ Each piece is tokenised separately, so no token contains both trained and untrai
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ from slime.prompts.chat_template import (
     ReasonedAnswer,
     TemplateForm,
     TemplateRefuses,
+    left_out_roles,
     reasoning_of,
     render_shown,
     special_tokens,
@@ -81,6 +83,7 @@ class Encoded:
         unended: why the first turn without an end token has none; None if every turn ends with one.
         reasoning_fix: what may make the template write reasoning.
         unread_label: there is a label, and the conversation is trained without it.
+        left_out_roles: roles of messages that the template leaves out of the prompts.
     """
 
     sequences: list[TrainedSequence] = field(default_factory=list)
@@ -90,6 +93,7 @@ class Encoded:
     unended: Unended | None = None
     reasoning_fix: str = ""
     unread_label: bool = False
+    left_out_roles: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -207,7 +211,7 @@ class SftEncoding:
 
     def _plain(self, prompt: list[int], label: str) -> Encoded:
         answer = self._ids(label)
-        if self.tokenizer.eos_token_id is not None:
+        if self.tokenizer.eos_token_id is not None and not self._is_end(answer):
             answer = [*answer, self.tokenizer.eos_token_id]
         found = Encoded([TrainedSequence(prompt + answer, [0] * len(prompt) + [1] * len(answer))])
         if not self._is_end(answer):
@@ -267,6 +271,9 @@ class SftEncoding:
                 why="each of them is empty, or marked as not trained",
                 fix="give each conversation an answer, or remove the row",
             )
+        found.left_out_roles = left_out_roles(
+            messages[: sequences[-1].number], "".join(sequence.text for sequence in sequences)
+        )
         found.sequences = [self._tokens(sequence, renderer, found) for sequence in sequences]
         if _GENERATION_TAG.search(self._source) and len(sequences) == 1:
             untrained = any(message.get("step_loss_mask", 1) == 0 for message in messages)
@@ -670,10 +677,19 @@ def _check(said: str, message: dict[str, Any], thought: ReasonedAnswer, number: 
         raise _undetermined(
             number, f"the template does not write its text as it is: {answer[:80]!r}"
         )
-    for call in message.get("tool_calls", ()):
-        name = call["function"]["name"]
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    for name, count in Counter(function["name"] for function in functions).items():
         if name not in said:
             raise _undetermined(number, f"the template does not write its call of {name!r}")
+        if said.count(name) < count:
+            why = f"the template does not write each of its {count} calls of {name!r}"
+            raise _undetermined(number, why)
+    for function in functions:
+        for key, value in function["arguments"].items():
+            is_plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9 ]+", value)
+            if is_plain and value not in said:
+                why = f"the template does not write the argument {key!r} of its call"
+                raise _undetermined(number, why)
 
 
 def _undetermined(number: int, why: str) -> UserError:

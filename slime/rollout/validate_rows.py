@@ -45,10 +45,10 @@ from slime.prompts.prepare import (
     positions_to_check,
     scan_rows,
 )
-from slime.prompts.problems import Problems, RowProblem
+from slime.prompts.problems import NEVER, Problems, RowProblem
 from slime.prompts.readers import Row, Rows, iter_rows, open_rows
 from slime.prompts.reference_masks import mask_difference
-from slime.prompts.row_format import Prompt
+from slime.prompts.row_format import Prompt, left_out
 from slime.prompts.sft_encoding import Encoded, with_answer
 from slime.prompts.source import model_context, prompt_checker
 from slime.prompts.tokenizer import load_tokenizer
@@ -61,8 +61,6 @@ from slime.user_code.loading import shown
 
 logger = get_logger(__name__)
 
-#: `RowProblem.refuse_at` of a remark that never stops a launch.
-_NEVER = 2.0
 #: Number of conversations whose masks are compared with another rule for loss masks.
 _MOST_COMPARED = 100
 #: Rows that the process beside a run checks between two reports.
@@ -306,7 +304,7 @@ class SftJudge:
                 kind,
                 difference,
                 f"leave the flag out; why: {doc_url('conversations.md#what-is-trained')}",
-                refuse_at=_NEVER,
+                refuse_at=NEVER,
             )
 
 
@@ -359,7 +357,7 @@ def _unread_label(label: Any) -> RowProblem:
         f"have labels that are not trained, because {why}",
         f"the first is {shown(label, 80)}",
         fix,
-        refuse_at=_NEVER,
+        refuse_at=NEVER,
     )
 
 
@@ -410,7 +408,7 @@ class _LengthCheck:
                 "on as they are"
             )
             fix = f"--seq-length {self._context} leaves them out"
-            yield RowProblem(kind, f"the first has {longest}", fix, refuse_at=_NEVER)
+            yield RowProblem(kind, f"the first has {longest}", fix, refuse_at=NEVER)
 
 
 def _remarks(encoded: Encoded) -> Iterator[RowProblem]:
@@ -420,24 +418,25 @@ def _remarks(encoded: Encoded) -> Iterator[RowProblem]:
             "hold conversations whose earlier turns the chat template rewrites, and become "
             "several samples each"
         )
-        yield RowProblem(kind, f"the first becomes {len(encoded.sequences)}", refuse_at=_NEVER)
+        yield RowProblem(kind, f"the first becomes {len(encoded.sequences)}", refuse_at=NEVER)
     if encoded.lost_reasoning:
         kind = "have reasoning that the chat template does not write, and are trained without it"
-        yield RowProblem(kind, fix=encoded.reasoning_fix, refuse_at=_NEVER)
+        yield RowProblem(kind, fix=encoded.reasoning_fix, refuse_at=NEVER)
     if encoded.without_reasoning:
         kind = (
             "have answers without the reasoning that the generation prompt opens, and are trained "
             "without its mark"
         )
-        yield RowProblem(kind, refuse_at=_NEVER)
+        yield RowProblem(kind, refuse_at=NEVER)
     if encoded.control_tokens:
         kind = (
             "hold special tokens of the tokenizer in their words, which are read as control tokens"
         )
-        yield RowProblem(kind, fix="remove them if they are meant as text", refuse_at=_NEVER)
+        yield RowProblem(kind, fix="remove them if they are meant as text", refuse_at=NEVER)
+    yield from left_out(encoded.left_out_roles)
     if encoded.unended is not None:
         kind = "do not teach the model to end its answers"
-        yield RowProblem(kind, encoded.unended.what, encoded.unended.fix, refuse_at=_NEVER)
+        yield RowProblem(kind, encoded.unended.what, encoded.unended.fix, refuse_at=NEVER)
 
 
 # -- the rest of large data sets -------------------------------------------------------------------

@@ -38,7 +38,7 @@ from slime.errors import RunFailed, UserError
 from slime.files import read_lines, write_atomically
 from slime.hub import local_data
 from slime.observe.notebook import LinePrinter
-from slime.observe.run_data import rows_by_stage
+from slime.observe.run_data import read_metrics, rows_by_stage
 from slime.observe.run_folder import RunFolder, is_held
 from slime.processes.host import python_module
 from slime.processes.owner import die_with_parent
@@ -177,7 +177,7 @@ class TrainingRun:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """One dict per step so far (docs/metrics.md)."""
-        stages = rows_by_stage(read_lines(self.path / "metrics.jsonl")).values()
+        stages = rows_by_stage(read_metrics(self.path / "metrics.jsonl")).values()
         return list(itertools.chain.from_iterable(stages))
 
     def series(self, name: str) -> list[float]:

@@ -489,7 +489,8 @@ class Session:
             if not (flags.save or flags.save_hf):
                 lines.append("  model: not kept (--no-save)")
         lines += [f"  {line}" for line in self.sinks.closing_lines(_MOST_WARNINGS)]
-        lines.append(f"  report: {self.run.report_path}")
+        if self.run.report_path.exists():  # not if somebody removed the folder
+            lines.append(f"  report: {self.run.report_path}")
         if self._state == "stopped" and saving.newest():
             lines.append(f"  next: {slime_command()} resume {self.run.path}")
         elif saving.model and self.config.algorithm.trains_reward_model:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,25 @@ def test_export_of_a_whole_model_copies_it(base: Path, tmp_path: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     with pytest.raises(UserError, match="is the"):
         export.main([str(base), "--to", str(base)])
+
+
+def test_export_replaces_neither_the_base_of_the_run_nor_a_file_of_another_kind(
+    base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(base, run / "model")
+    flags = {"checkpoint": {"hf_checkpoint": str(base)}, "observe": {}, "origins": {}}
+    (run / "config.json").write_text(json.dumps(flags))
+    before = (base / "model.safetensors").read_bytes()
+    for path, to in ((run, base), (adapter, base), (adapter, adapter)):
+        with pytest.raises(UserError, match=r"is the (run's --hf-checkpoint|model|adapter) itself"):
+            export.main([str(path), "--to", str(to)])
+    assert (base / "model.safetensors").read_bytes() == before
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}\n")
+    with pytest.raises(UserError, match="is there, and is no GGUF file"):
+        export.main([str(adapter), "--gguf", str(rows)])
+    assert rows.read_text() == "{}\n"
 
 
 def test_export_in_pefts_own_layout_of_experts(tmp_path: Path) -> None:

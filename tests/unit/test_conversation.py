@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import pickle
 from typing import Any
@@ -48,6 +49,13 @@ def said(content: Any, role: str = "user") -> str:
 )
 def test_content_is_text_whatever_its_parts(content: Any) -> None:
     assert said(content) == "ab"
+
+
+@pytest.mark.parametrize("key", ["content", "value"])
+def test_words_of_a_part_under_another_key_are_refused_and_not_dropped(key: str) -> None:
+    with pytest.raises(ConversationError, match=rf"its keys are: type, {key}"):
+        said([{"type": "text", key: "what?"}])
+    assert said([{"type": "text", "text": None, "image": None}]) == ""
 
 
 def test_thoughts_of_gemini_are_reasoning() -> None:
@@ -196,6 +204,8 @@ def test_reasoning_has_one_key(message: dict[str, Any]) -> None:
 def test_roles_of_other_systems() -> None:
     told = [
         ("human", "user"),
+        ("prompter", "user"),
+        (" User ", "user"),
         ("gpt", "assistant"),
         ("observation", "tool"),
         ("system", "system"),
@@ -250,6 +260,21 @@ def test_an_empty_list_is_a_tools_value_except_where_lists_are_of_parts() -> Non
 def test_a_whole_conversation_is_found_in_one_value(value: Any) -> None:
     found = conversation_in(value)
     assert found is not None and read_messages(found[0]) == [USER]
+
+
+def test_a_system_prompt_beside_the_messages_is_read() -> None:
+    system = {"role": "system", "content": "be brief"}
+    for messages in ([USER], [system, USER]):
+        found = conversation_in({"conversations": messages, "system": "be brief"})
+        assert found is not None and found[0] == [system, USER]
+    with pytest.raises(ConversationError, match="two system prompts"):
+        conversation_in({"messages": [system, USER], "system": "be long"})
+
+
+def test_lists_of_different_lengths_are_refused_and_no_message_is_dropped() -> None:
+    value = {"role": ["user", "assistant"], "content": ["hi"]}
+    with pytest.raises(ConversationError, match="2 of role, 1 of content"):
+        conversation_in(value)
 
 
 @pytest.mark.parametrize("value", ["hi", "[1, 2]", "{", '{"a": 1}', "[{x", [], [1], None, 5])
@@ -441,4 +466,11 @@ def test_names_and_weights_that_nothing_reads_are_reported() -> None:
 def test_a_number_that_no_float_holds_is_refused_in_arguments() -> None:
     call = {"function": {"name": "f", "arguments": '{"a": 1e400}'}}
     with pytest.raises(ConversationError, match="arguments of a call that are not valid JSON"):
+        read_messages([{"role": "assistant", "tool_calls": [call]}])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), b"x", datetime.date(2024, 1, 2)])
+def test_values_of_columnar_files_that_json_has_no_form_for_are_refused(value: Any) -> None:
+    call = {"function": {"name": "f", "arguments": {"a": [{"b": value}]}}}
+    with pytest.raises(ConversationError, match="arguments of a call that JSON cannot write"):
         read_messages([{"role": "assistant", "tool_calls": [call]}])

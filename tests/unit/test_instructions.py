@@ -59,6 +59,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("metadata", "task"),
     [
         (of("a:b", N=1, n=None), [("a:b", {"N": 1})]),
+        (of("a:b", N=3.0, n=float("nan"), p=0.5), [("a:b", {"N": 3, "p": 0.5})]),
         (
             {"instruction_id_list": ["a:b ", "c:d"], "kwargs": {"N": 1}},
             [("a:b", {"N": 1}), ("c:d", {"N": 1})],
@@ -68,7 +69,9 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_rows_have_the_fields_of_the_benchmarks(metadata: dict[str, Any], task: Any) -> None:
-    assert read_task(metadata, "here") == task
+    found = read_task(metadata, "here")
+    assert found == task
+    assert all(type(args["N"]) is int for _, args in found if "N" in args), "not 3.0"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
 import os
 import sys
@@ -33,7 +34,7 @@ from slime.observe.console import (
     trend,
 )
 from slime.observe.jsonl_sink import JsonlSink
-from slime.observe.run_data import rows_by_stage
+from slime.observe.run_data import read_run, rows_by_stage
 from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
 from tests.support.run_folders import create_run
@@ -288,6 +289,51 @@ def test_a_fresh_begin_drops_what_an_attempt_without_checkpoint_logged(tmp_path:
     assert [(row["step"], row["eval/a"]) for row in rows_of(run)] == [(0, 0.2)]
 
 
+@pytest.mark.parametrize("was_saved", [True, False])
+def test_a_resume_without_a_checkpoint_says_what_is_trained_again(
+    tmp_path: Path,
+    was_saved: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("slime"), "propagate", True)
+    config = config_for(tmp_path)
+    with Sinks(config, create_run(config), quiet()) as sinks:
+        sinks.begin(0, 4)
+        metrics = {"train/loss": 1.0} | ({"perf/save_model_time": 0.1} if was_saved else {})
+        for step in (1, 2):
+            sinks.log(step, metrics)
+    assert "starts over" not in caplog.text
+    with Sinks(config, create_run(config, resuming=True), quiet()) as sinks:
+        sinks.begin(0, 4)
+    assert "the run starts over" in caplog.text and "trains steps 1 to 2 again" in caplog.text
+    assert ("no checkpoint any more" in caplog.text) == was_saved
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": "9", "stage": null}',
+        '{"step": 1.5, "stage": null}',
+        '{"step": true, "stage": null}',
+        '{"step": 1, "stage": ["a"]}',
+        '{"stage": null, "train/loss": 1.0}',
+        '{"step": 0, "stage": null, "train/loss": {"a": 1}, "rollout/raw_reward": "high"}',
+        "[1]",
+    ],
+)
+def test_what_no_run_wrote_into_its_metrics_is_left_out(tmp_path: Path, line: str) -> None:
+    config = config_for(tmp_path)
+    run = create_run(config)
+    written = [json.dumps({"step": n, "stage": None, "train/loss": 1.0}) for n in (1, 2)]
+    run.metrics_path.write_text("\n".join([*written, line]) + "\n")
+    with Sinks(config, create_run(config, resuming=True), quiet()) as sinks:
+        sinks.begin(1, 4)
+        sinks.log(2, {"train/loss": 3.0})
+    known = [row for row in read_run(run.path).stages[0].rows if "train/loss" in row]
+    assert [(row["step"], row["train/loss"]) for row in known] == [(1, 1.0), (2, 3.0)]
+
+
 def test_a_line_cut_by_a_crash_is_removed_before_the_next_is_written(tmp_path: Path) -> None:
     run = create_run(config_for(tmp_path))
     run.metrics_path.write_text('{"step": 0}\n{"step": 1, "train/lo')
@@ -311,7 +357,7 @@ def test_a_rewind_parts_the_lines_without_comparing_them(
     sink = JsonlSink(run)
     rows = [Incomparable(step=step, stage=run.stage) for step in range(4)]
     other = Incomparable(step=9, stage="another")
-    monkeypatch.setattr("slime.observe.jsonl_sink.read_lines", lambda path: [*rows, other])
+    monkeypatch.setattr("slime.observe.jsonl_sink.read_metrics", lambda path: [*rows, other])
     sink.rewind(2)
     sink.close()
     assert [row["step"] for row in rows_of(run)] == [0, 1, 9]

@@ -272,3 +272,37 @@ def test_a_stream_hides_what_is_known() -> None:
     out = io.StringIO()
     print("it is words of a secret", file=Redacting(out), end="")
     assert out.getvalue() == f"it is {HIDDEN}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "error: password={}",
+        "using OPENAI_API_KEY='{}'",
+        "ValueError: api_key='{}'",
+        "client = Client(api_key='{}')",
+        "judge: api_key: {}",
+        'said {{\\"api_key\\": \\"{}\\"}}',
+        "os.environ['OPENAI_API_KEY'] = '{}'",
+        "headers [('X-Auth-Token', 'x'), ('api_key', '{}')]",
+        "machine h login me password {}",
+        "it is gsk_{}",
+        "it is SG.{0}.{0}",
+    ],
+)
+def test_a_secret_is_hidden_whatever_word_is_before_its_name(text: str) -> None:
+    secret = "s3cr3tXYZ987654321abc"
+    assert secret not in redact_text(text.format(secret))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--wandb-key has no effect without --use-wandb",
+        "the keys are 'password', 'label'",
+        "a password is needed",
+        "error: label_key=answer2024, eos_token: </s>",
+    ],
+)
+def test_words_about_secrets_stay(text: str) -> None:
+    assert redact_text(text) == text

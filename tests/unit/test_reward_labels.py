@@ -31,6 +31,11 @@ from slime.rollout.rewards.text import grade_f1
         ("gpqa", "K", "none of the letters A to J"),
         ("gpqa", "Paris", "none of the letters"),
         ("gpqa", 12, "none of the letters"),
+        ("math", '["34"]', "the text of a list"),
+        ("math", "['34']", "the text of a list"),
+        ("math", '{"answer": "34"}', "the text of a dict"),
+        ("math", '"34"', "the text of a str"),
+        ("dapo", '["34", null]', "the text of a list"),
     ],
 )
 def test_labels_that_cannot_be_graded(rm_type: str, label: Any, said: str) -> None:
@@ -47,6 +52,11 @@ def test_labels_that_cannot_be_graded(rm_type: str, label: Any, said: str) -> No
         ("math", r"\emptyset", {}),
         ("math", "½", {}),
         ("math", "yes", {}),
+        ("math", '"yes"', {}),
+        ("math", "[1, 2)", {}),
+        ("math", "f'(x)", {}),
+        ("math", "5'10\"", {}),
+        ("dapo", '"34"', {}),
         ("math", "a long solution, " * 40 + "#### 18", {}),
         ("math", "a long solution, " * 40 + r"\boxed{18}", {}),
         ("dapo", "34", {}),
@@ -82,6 +92,12 @@ def test_labels_that_a_response_can_match_are_not_refused(label: str, said: str)
     assert grade_math(rf"\boxed{{{label}}}", label) == 1.0
     doubt = doubt_label("math", label)
     assert doubt is not None and said in doubt[1]
+
+
+def test_choices_of_a_row_are_checked_with_its_label() -> None:
+    reason = check_label("gpqa", "A", {"choices": "red, blue"})
+    assert reason is not None and "choices in its metadata that cannot be read" in reason
+    assert check_label("gpqa", "C", {"choices": {"A": "red", "B": "blue", "C": None}}) is not None
 
 
 @pytest.mark.parametrize("label", ["1,2", "0", r"\{\}", "½", "yes", r"\boxed{18}"])

@@ -99,6 +99,15 @@ def test_flags_know_which_rewards_use_workers() -> None:
         (r"\boxed{\text{even}}", r"\text{even}", 1.0),
         ("no idea", "4", 0.0),
         ("", "4", 0.0),
+        (r"$\boxed{2}$ or $\boxed{1}$", r"$\boxed{1}$ and $\boxed{2}$.", 1.0),
+        (r"\boxed{2}", r"$\boxed{1}$ and $\boxed{2}$.", 0.0),
+        (r"\boxed{2}", r"<think>\boxed{1}</think> 2", 1.0),
+        ("**No.**", "no", 1.0),
+        ("not Paris", "Paris", 0.0),
+        ("所以共有42个苹果。", "42", 1.0),
+        ("答案是 42，不是 43。", "42", 1.0),
+        ("답은 42입니다", "42", 1.0),
+        ("a42", "42", 0.0),
     ],
 )
 def test_math(response: str, label: Any, reward: float) -> None:
@@ -169,6 +178,10 @@ def test_dapo() -> None:
         "pred": "34",
     }
     assert grade_dapo("Answer: 35", "34")["score"] == -1.0
+    assert grade_dapo(r"Answer: \boxed{1} and \boxed{2}", "1, 2")["acc"]
+    assert grade_dapo("Answer: 2, 1", r"\boxed{1} and \boxed{2}")["acc"]
+    assert not grade_dapo("Answer: 2", r"\boxed{1} and \boxed{2}")["acc"]
+    assert grade_dapo("Answer: 2", "1 + 1 = 2\n#### 2")["acc"]
     assert grade_dapo("34", "34") == {"score": -1.0, "acc": False, "pred": "[INVALID]"}
     assert grade_dapo("Answer: 34" + " " * 300, "34")["score"] == -1.0, (
         "only the last 300 characters count"
@@ -190,6 +203,36 @@ def test_dapo() -> None:
 )
 def test_gpqa(response: str, label: Any, metadata: dict[str, Any], reward: float) -> None:
     assert grade_gpqa(response, label, metadata) == reward
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        ["red", "blue"],
+        ["A. red", "(B) blue"],
+        {"A": "red", "B": "blue", "C": None},
+        {"text": ["red", "blue"], "label": ["A", "B"]},
+        [{"label": "A", "text": "red"}, {"label": "B", "text": "blue"}],
+        '["red", "blue"]',
+    ],
+)
+def test_choices_may_have_the_form_of_any_data_set(choices: Any) -> None:
+    metadata = {"choices": choices}
+    for label in ("B", "blue"):
+        assert grade_gpqa("The answer is B.", label, metadata) == 1.0
+        assert grade_gpqa(r"\boxed{blue}", label, metadata) == 1.0
+        assert grade_gpqa("The answer is A.", label, metadata) == 0.0
+    assert grade_gpqa("C", "C", metadata) == 0.0
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{"choices": 4}, {"choices": "red, blue"}, {"choices": [{"id": 1}]}, {"valid_letters": 4},
+     {"choices": {"yes": "red", "no": "blue"}}],
+)  # fmt: skip
+def test_choices_that_cannot_be_read_are_no_choices_from_a_to_j(metadata: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="choices that --rm-type gpqa cannot read"):
+        grade_gpqa("A", "A", metadata)
 
 
 # -- which function --------------------------------------------------------------------------------

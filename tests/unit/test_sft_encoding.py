@@ -317,6 +317,48 @@ def test_a_template_that_drops_words_of_an_answer_is_refused() -> None:
         SftEncoding(make_tokenizer(shy)).encode([user(0), answer(0)])
 
 
+_FIRST_CALL = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] or '' }}"
+    "{% if m['tool_calls'] %}{% set c = m['tool_calls'][0]['function'] %}"
+    "<call>{{ c['name'] }} {{ CITIES }}</call>{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("written", "cities", "said"),
+    [
+        ("c['arguments'] | tojson", ["ROME", "OSLO"], "each of its 2 calls of 'lookup'"),
+        ("c['arguments'] | length", ["ROME"], "the argument 'city' of its call"),
+    ],
+)
+def test_a_template_that_drops_a_call_or_its_arguments_is_refused(
+    written: str, cities: list[str], said: str
+) -> None:
+    calls = [{"function": {"name": "lookup", "arguments": {"city": city}}} for city in cities]
+    tokenizer = make_tokenizer(_FIRST_CALL.replace("CITIES", written))
+    with pytest.raises(UserError, match=said):
+        SftEncoding(tokenizer).encode([user(0), answer(0, tool_calls=calls)])
+
+
+@pytest.mark.parametrize(
+    ("condition", "role"),
+    [("m['role'] != 'critic'", "critic"), ("m['role'] != 'system' or loop.first", "system")],
+)
+def test_messages_that_the_template_leaves_out_are_found(condition: str, role: str) -> None:
+    messages = [user(0), answer(0), {"role": role, "content": "SAID"}, user(1), answer(1)]
+    shy = CHATML.replace("{{ '<|im", f"{{% if {condition} %}}{{{{ '<|im", 1)
+    shy = shy.replace("{% endfor %}", "{% endif %}{% endfor %}", 1)
+    assert SftEncoding(make_tokenizer(shy)).encode(messages).left_out_roles == [role]
+    assert SftEncoding(make_tokenizer()).encode(messages).left_out_roles == []
+
+
+def test_an_answer_that_brings_its_end_token_gets_no_second_one() -> None:
+    tokenizer = make_tokenizer()
+    [sequence] = SftEncoding(tokenizer).encode("Q", "A<|im_end|>").sequences
+    assert tokenizer.decode(sequence.tokens) == "QA<|im_end|>"
+
+
 def test_a_conversation_may_begin_with_the_assistant() -> None:
     _, texts, _ = encode(QWEN3, [answer(0), user(1), answer(1)])
     assert [text.split("\n\n")[-1] for text in texts] == ["ANSWER0<|im_end|>", "ANSWER1<|im_end|>"]

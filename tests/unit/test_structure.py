@@ -26,7 +26,7 @@ FILES = read_package(ROOT / "slime")
 BUDGETS = {
     "agents": 1_640,
     "algorithms": 1_410,  # four estimators, sampling masks, divergences, formulas for the docs
-    "checkpoints": 4_920,  # MXFP4, reward models, names of PEFT, adapters of a critic
+    "checkpoints": 4_930,  # MXFP4, reward models, names of PEFT, adapters of a critic
     "cli": 2_785,  # plan, launch, compare, images in a chat, flags and adapters without effect
     "cluster": 4_900,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
     "compat": 1_375,
@@ -36,20 +36,20 @@ BUDGETS = {
     "engines": 4_620,  # sessions and ranks of newer SGLang, pictures, overrides without effect
     "environments": 420,
     "forecast": 850,
-    ".": 1_510,  # lists of names and of files in messages
+    ".": 1_525,  # names of secrets behind other words
     "memory": 1_970,  # host memory part by part, towers, adapters of critics, masks, drafts
     "models": 6_000,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
-    "observe": 3_435,  # profiles, three trackers, ranges of recipes, rejected drafts
+    "observe": 3_445,  # profiles, three trackers, ranges of recipes, rejected drafts
     "page": 1_640,
     "processes": 1_060,  # the preloaded process
-    "prompts": 4_400,  # images in rows of preferences and in teachers' prompts, forms of messages
-    "rollout": 9_290,  # images of answers, of teachers and of reward models, evaluation sets
+    "prompts": 4_555,  # images, preferences, forms of messages, what templates leave out
+    "rollout": 9_355,  # images of answers, of teachers and of reward models, evaluation sets
     "run": 2_315,  # teachers that see, lengths for longrope, profiles, data sets from Python
     "samples": 2_305,  # rewards of tokens and turns, whole pairs, images behind other prompts
     "sandbox": 930,
     "trainer": 9_490,  # a critic with adapters, attention within images by packed kernels
     "user_code": 1_050,  # functions that are known to be sync
-    "weights": 3_190,  # sessions of newer SGLang
+    "weights": 3_090,  # sessions of newer SGLang
 }
 #: Programs that run without the package keep their time constants.
 STANDALONE = {

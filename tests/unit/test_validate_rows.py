@@ -27,7 +27,7 @@ from slime.rollout.sft import generate_sft
 from slime.rollout.validate_rows import DataReport, RemainingRows, _has_large, validate_data
 from slime.run import preflight
 from tests.support import toy
-from tests.support.prompt_fixtures import make_tokenizer, write_jsonl
+from tests.support.prompt_fixtures import CHATML, make_tokenizer, write_jsonl
 
 TOKENIZER = make_tokenizer()
 GOOD = {"input": "1+2=", "label": "3"}
@@ -157,6 +157,91 @@ def test_message_keys_that_nothing_reads_are_told_once_with_the_number_of_rows(
     assert report.warnings == [] and report.notes == [
         f"{path}: nothing reads the columns id (1 of 1 rows)"
     ]
+
+
+@pytest.mark.parametrize("is_supervised", [False, True])
+def test_messages_that_the_template_leaves_out_or_does_not_know_are_told(
+    tmp_path: Path, is_supervised: bool
+) -> None:
+    roles = ("user", "critic", "assistant") if is_supervised else ("user", "critic")
+    talk = [{"role": role, "content": f"the {role}"} for role in roles]
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"input": talk}, {"input": [talk[0], *talk[2:]]}])
+    shy = make_tokenizer(CHATML.replace("m in messages", "m in messages if m.role != 'critic'"))
+    flags: dict[str, Any] = {"label_key": None, "rm_type": "random", "apply_chat_template": True}
+    if is_supervised:
+        flags = {"label_key": None, "loss_type": "sft_loss"}
+    foreign, left_out = report_of(path, shy, **flags).warnings
+    assert "1 of 2 rows have messages of a role that is none of" in foreign
+    assert "1 of 2 rows have messages that the chat template leaves out" in left_out
+    assert "'critic'" in foreign and "'critic'" in left_out
+    assert len(report_of(path, **flags).warnings) == 1
+
+
+@pytest.mark.parametrize("loss", ["policy_loss", "sft_loss", "preference_loss"])
+def test_a_part_of_the_prompt_that_nothing_reads_is_told(tmp_path: Path, loss: str) -> None:
+    row = chat("1+2=", *(["3"] if loss == "sft_loss" else [])) | {"system": "be brief"}
+    first = {"role": "system", "content": "be brief"}
+    rows = [row, row | {"messages": [first, *row["messages"]]}, row | {"system": " "}]
+    answers = {"chosen": "three and more", "rejected": "four"}
+    flags: dict[str, Any] = {"input_key": "messages", "label_key": None, "loss_type": loss}
+    if loss == "policy_loss":
+        flags |= {"rm_type": "random", "apply_chat_template": True}
+    if loss == "preference_loss":
+        flags |= {"preference_loss": "dpo"}
+        rows = [row | answers for row in rows]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    (line,) = report_of(path, **flags).warnings
+    assert "1 of 3 rows have a part of the prompt in the column 'system'" in line
+
+
+@pytest.mark.parametrize(("key", "num_lines"), [("instruction", 1), ("question", 0)])
+def test_the_input_of_an_instruction_is_a_part_of_the_prompt(
+    tmp_path: Path, key: str, num_lines: int
+) -> None:
+    rows = [{key: "Add them.", "input": "1 and 2", "output": "3"}]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    flags = {"input_key": key, "label_key": "output", "loss_type": "sft_loss"}
+    lines = report_of(path, **flags).warnings
+    assert [("in the column 'input'" in line) for line in lines] == [True] * num_lines
+
+
+@pytest.mark.parametrize("loss", ["sft_loss", "preference_loss"])
+def test_answers_that_begin_with_their_prompt_are_told(tmp_path: Path, loss: str) -> None:
+    asked = "What is one and two?"
+    rows = [{"input": asked, "label": f"{asked} 3"}, {"input": asked, "label": "3"}]
+    flags: dict[str, Any] = {"loss_type": loss}
+    if loss == "preference_loss":
+        flags |= {"preference_loss": "dpo", "input_key": "input", "label_key": None}
+        rows = [
+            {"input": row["input"], "chosen": row["label"], "rejected": row["label"] + "1"}
+            for row in rows
+        ]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    (line,) = report_of(path, **flags).warnings
+    assert "1 of 2 rows have answers that begin with their prompt" in line
+
+
+@pytest.mark.parametrize("is_supervised", [False, True])
+def test_arguments_that_the_template_does_not_read_are_told(
+    tmp_path: Path, is_supervised: bool
+) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [chat("1+2=", *(["3"] if is_supervised else []))])
+    tokenizer = make_tokenizer(CHATML + "{% if enable_thinking %}<think>{% endif %}")
+    flags: dict[str, Any] = {"input_key": "messages", "label_key": None, "loss_type": "sft_loss"}
+    if not is_supervised:
+        flags |= {"loss_type": "policy_loss", "rm_type": "random", "apply_chat_template": True}
+    given = {"enable_thinkng": False}
+    (line,) = report_of(path, tokenizer, apply_chat_template_kwargs=given, **flags).warnings
+    assert "does not read 'enable_thinkng'" in line and "did you mean 'enable_thinking'?" in line
+    given = {"enable_thinking": False}
+    assert report_of(path, tokenizer, apply_chat_template_kwargs=given, **flags).warnings == []
+
+
+def test_prompts_that_hold_their_answer_are_told(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [chat("1+2=", "3"), chat("1+1=")])
+    flags = {"input_key": "messages", "label_key": None, "rm_type": "random"}
+    (line,) = report_of(path, apply_chat_template=True, **flags).warnings
+    assert "1 of 2 rows have prompts that end with a message of the assistant" in line
 
 
 def test_doctor_says_what_the_launch_says(

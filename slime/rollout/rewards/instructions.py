@@ -15,6 +15,7 @@ import contextlib
 import difflib
 import functools
 import importlib.util
+import math
 import random
 import re
 from collections.abc import Iterable, Iterator
@@ -82,8 +83,9 @@ def follows_all(response: str, task: Task) -> float:
 
 
 def read_task(metadata: dict[str, Any] | None, where: str) -> Task:
-    """Return the instructions of a row. Arguments that are None are dropped, because columnar files
-    have every argument in every row.
+    """Return the instructions of a row. Arguments that are None or NaN are dropped, because
+    columnar files have every argument in every row, and whole floats become integers: a column of
+    integers with gaps is one of floats.
 
     Args:
         where: the row or sample, for errors.
@@ -117,10 +119,17 @@ def read_task(metadata: dict[str, Any] | None, where: str) -> Task:
             why=f"metadata['kwargs'] is {given!r:.80}",
             fix="give {} to instructions that take none",
         )
-    clean = [
-        {key: value for key, value in (one or {}).items() if value is not None} for one in listed
-    ]
+    clean = [_arguments(one or {}) for one in listed]
     return [(name.strip(), arguments) for name, arguments in zip(names, clean)]
+
+
+def _arguments(given: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for key, value in given.items():
+        is_float = isinstance(value, float)
+        if value is not None and not (is_float and math.isnan(value)):
+            found[key] = int(value) if is_float and value.is_integer() else value
+    return found
 
 
 def check_task(task: Task) -> None:

@@ -6,12 +6,14 @@ match and that are rarely meant.
 
 from __future__ import annotations
 
+import ast
 import re
 from typing import Any
 
+from slime.errors import UserError
 from slime.rollout.rewards.text import (
+    answer_in_label,
     label_letter,
-    last_boxed,
     normalise_final_answer,
     valid_choices,
 )
@@ -79,7 +81,7 @@ def doubt_label(rm_type: str | None, label: Any) -> tuple[str, str] | None:
     rm_type = rm_type or ""
     if rm_type.removeprefix("boxed_") not in ("math", "deepscaler"):
         return None
-    answer, is_boxed = _answer_of(str(label))
+    answer, is_boxed = answer_in_label(str(label))
     words = len(answer.split())
     if not is_boxed and words > _MOST_WORDS:
         why = rf"is a text of {words} words in which neither #### nor \boxed{{}} marks the answer"
@@ -95,13 +97,6 @@ def doubt_label(rm_type: str | None, label: Any) -> tuple[str, str] | None:
     return f"have a label that --rm-type {rm_type} compares as text", why
 
 
-def _answer_of(text: str) -> tuple[str, bool]:
-    r"""The answer in a label for math, and whether it stands in a \boxed{}."""
-    answer = text.rsplit("####", 1)[-1].strip()
-    boxed = last_boxed(answer)
-    return (answer if boxed is None else boxed).strip(), boxed is not None
-
-
 def _braces(answer: str) -> int:
     """How many braces are opened and not closed; negative where more are closed."""
     plain = answer.replace(r"\{", "").replace(r"\}", "")
@@ -109,13 +104,15 @@ def _braces(answer: str) -> int:
 
 
 def _check_math(label: Any, _: dict[str, Any]) -> str | None:
-    answer, is_boxed = _answer_of(str(label))
+    answer, is_boxed = answer_in_label(str(label))
     if is_boxed and not answer.strip("$ "):
         return r"has an empty \boxed{}"
     if not answer:
         return "has nothing after ####"
     if answer.lower() in _NOT_A_VALUE:
         return f"is {answer!r}"
+    if kind := _literal_kind(answer):
+        return f"is {answer!r:.60}, the text of a {kind}, which no response repeats"
     if not _HAS_VALUE.search(answer) and not re.sub(_NOTHING, "", answer):
         return f"is {answer!r:.60}, which has neither a number nor a word"
     if re.fullmatch(r"\\(?:text|mathrm|mathbf|mbox)\s*\{\s*\}", answer):
@@ -125,16 +122,36 @@ def _check_math(label: Any, _: dict[str, Any]) -> str | None:
     return None
 
 
+def _literal_kind(answer: str) -> str | None:
+    """Name the type of a label that is JSON or Python text with quotes: ``["34"]``, ``"34"``.
+
+    Lists, tuples and sets of numbers are answers, and so are words in quotes.
+    """
+    is_number = re.fullmatch(r"""(["'])[^"']*\d[^"']*\1""", answer)
+    if not is_number and not re.fullmatch(r"""[\[({].*["'].*[\])}]""", answer, re.S):
+        return None
+    try:
+        value = ast.literal_eval(re.sub(r"\b(null|true|false)\b", "None", answer))
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+    return type(value).__name__
+
+
 def _check_dapo(label: Any, _: dict[str, Any]) -> str | None:
     if str(label).strip().lower() in _NOT_A_VALUE:
         return f"is {str(label).strip()!r}"
+    if (kind := _literal_kind(str(label).strip())) and kind != "str":
+        return f"is {str(label)!r:.60}, the text of a {kind}, which no response repeats"
     if not normalise_final_answer(str(label)):
         return f"is {str(label)!r:.60}, of which DAPO's normalisation leaves nothing"
     return None
 
 
 def _check_gpqa(label: Any, metadata: dict[str, Any]) -> str | None:
-    letters, texts = valid_choices(metadata)
+    try:
+        letters, texts = valid_choices(metadata)
+    except UserError as error:
+        return f"has choices in its metadata that cannot be read: {error.why}"
     if label_letter(label, letters, texts) is not None:
         return None
     among = f"none of the letters {letters[0]} to {letters[-1]}"

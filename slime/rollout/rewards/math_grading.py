@@ -15,13 +15,17 @@ from typing import Any
 
 from slime.rollout.rewards.grading_worker import serve
 from slime.rollout.rewards.math_answers import Opaque, Words, read_answer, same_answer
-from slime.rollout.rewards.text import after_thinking, boxed_spans, final_text, unboxed
+from slime.rollout.rewards.text import (
+    after_thinking,
+    answer_in_label,
+    final_text,
+    joined_boxes,
+)
 
 #: Characters at the end of a response in which its answer is searched.
 _TAIL = 2000
 #: A response of at most this many words is an answer as a whole.
 _SHORT = 6
-_MOST_BOXES = 20
 #: Places in the last sentence at which its answer may begin.
 _MOST_CLAUSES = 8
 _LONGEST_CLAUSE = 200
@@ -32,7 +36,8 @@ def grade_math(response: str, label: Any, boxed_only: bool = False) -> float:
 
     The answer is the last ``\boxed{…}``; boxes joined by a comma, "and" or "or" are a list. Without
     a box (unless ``boxed_only``) it is what follows the last "answer is" or "Answer:", else what
-    the last sentence states, else the last formula or number. Only text after ``</think>`` counts,
+    the last sentence states, else the last formula or number; to a label in words it is the whole
+    response. Only text after ``</think>`` counts,
     and only the part of a GSM8K label after its "####". docs/rewards.md says when two answers are
     equal. An empty label or answer scores 0.
 
@@ -40,11 +45,11 @@ def grade_math(response: str, label: Any, boxed_only: bool = False) -> float:
         >>> grade_math(r"Half of it is left: \boxed{\frac{1}{2}}", "0.5")
         1.0
     """
-    wanted = label_answer(label)
+    wanted = _answer_of(str(label))
     text = final_text(response)
     if label is None or not wanted or text is None:
         return 0.0
-    boxed = _final_boxes(text)
+    boxed = joined_boxes(text)
     if boxed is not None:
         return float(_is_right(wanted, boxed))
     if boxed_only:
@@ -61,48 +66,26 @@ def grade_deepscaler(response: str, label: Any) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def _answer_of(label: str) -> str:
-    return unboxed(label.rsplit("####", 1)[-1].strip()).strip()
-
-
-def label_answer(label: Any) -> str:
-    r"""The answer in a label: what follows "####", or the content of its ``\boxed{…}``."""
-    return _answer_of(str(label))
-
-
-_JOINED = re.compile(
-    r"(?:\\[)\]]|[$ ])*(?:[,;]|[,;]? ?(?:and|or)\b|\\text\{ ?(?:and|or) ?\})(?:\\[(\[]|[$ ])*"
-)
-
-
-def _final_boxes(text: str) -> str | None:
-    r"""The last ``\boxed{…}``, with those before it that only a comma, "and" or "or" separates."""
-    spans = boxed_spans(text)
-    if not spans:
-        return None
-    position, start, end = spans[-1]
-    boxes = [text[start:end]]
-    for earlier, start, end in spans[-2:-_MOST_BOXES:-1]:
-        if not _JOINED.fullmatch(text, end + 1, position):
-            break
-        position = earlier
-        if not any(same_answer(box, text[start:end]) for box in boxes):
-            boxes.insert(0, text[start:end])
-    return ", ".join(boxes)
+    return answer_in_label(label)[0]
 
 
 # -- answers in prose ------------------------------------------------------------------------------
 
 _ANCHOR = re.compile(
-    r"(?i)(?:\banswer\b[^.\n:=]{0,60}?(?:\bis\b|\bare\b|\bequals\b|:|=)|####)(?:\*\*)?\s*:?\s*"
+    r"(?i)(?:\banswer\b[^.\n:=]{0,60}?(?:\bis\b|\bare\b|\bequals\b|:|=)|####|答案(?:是|为|為|[:：]))"
+    r"(?:\*\*)?\s*[:：]?\s*"
 )
-_SENTENCE_END = re.compile(r"\n|[.!?](?=\s+[A-Z]|\s*$|\*\*)")
+_SENTENCE_END = re.compile(r"\n|[。！？]|[.!?](?=\s+[A-Z]|\s*$|\*\*)")
 _FORMULA = re.compile(
     r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|(?<!\\)\$(?!\d[^$]*\s\$\d)(.+?)(?<!\\)\$|\\\((.+?)\\\)|"
     r"\\\[(.+?)\\\]",
     re.S,
 )
+#: Scripts that put no blank between words and numbers: Chinese, Japanese, Korean.
+_UNSPACED = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _NUMBER = re.compile(
-    r"(?<![\w.\\^_√/{,])(?:[-+−](?=[\d.$€£])|(?<=\s)-)?(?:\\?[$€£])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+    rf"(?:(?<![\w.\\^_√/{{,])|(?<=[{_UNSPACED}]))"
+    r"(?:[-+−](?=[\d.$€£])|(?<=\s)-)?(?:\\?[$€£])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
     r"(?:[eE][-+]?\d+)?(?: ?/ ?\d+)?(?: ?\\?%)?(?!\w*[_^√])"
 )
 _CLAUSE = re.compile(r"(?i)(?:=|≈|\bis\b|\bare\b|\bequals\b|\bgives?\b|\bget\b|\bhave\b|:)\s*")
@@ -122,10 +105,13 @@ def _stated(text: str, label: str) -> Iterator[str]:
         statement = (rest[: end.start()] if end else rest).strip()
         yield from _answers_in(statement, is_words)
         return
+    if is_words:
+        yield text.strip()
+        return
     has_head = re.search(r"(?<![A-Za-z])[A-Za-z]{3,} ?[:,]", text)
     if len(text.split()) <= _SHORT and not has_head and _is_whole(text):
         yield text
-    elif not is_words:
+    else:
         yield from _last_in(tail)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.prompts.labels import compares_labels
-from slime.prompts.problems import RowProblem
+from slime.prompts.problems import NEVER, RowProblem
 from slime.prompts.row_format import Prompt, rewards_may_be_missing
 from slime.rollout.eval_datasets import EvalDataset
 from slime.rollout.rewards.instructions import (
@@ -26,8 +26,6 @@ from slime.user_code.overrides import override_of
 
 #: If at least this share of rows have such labels, the column is wrong.
 _WRONG_COLUMN = 0.5
-#: A share that is never reached: such rows do not stop a launch.
-_NEVER = 2.0
 
 
 @dataclass
@@ -113,7 +111,7 @@ class RewardJudge:
             f"if that is not meant, correct these rows, or name another column ({self.label_flag})"
         )
         return RowProblem(
-            kind, f"the label {why}", fix, refuse_at=_WRONG_COLUMN if kind == UNMARKED else _NEVER
+            kind, f"the label {why}", fix, refuse_at=_WRONG_COLUMN if kind == UNMARKED else NEVER
         )
 
     def _check_named(self, rm_type: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import string
 import unicodedata
@@ -9,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from slime.errors import UserError
 from slime.rollout.rewards.math_answers import is_text, same_answer
 from slime.rollout.rewards.math_notation import plain_latex
 
@@ -47,6 +49,44 @@ def boxed_spans(text: str) -> list[tuple[int, int, int]]:
         elif opened and (opening := opened.pop())[0] != "{":
             spans.append((opening.start(), opening.end(), found.start()))
     return sorted(spans)
+
+
+#: Most boxes that are joined to a list.
+_MOST_BOXES = 20
+_JOINED = re.compile(
+    r"(?:\\[)\]]|[$ ])*(?:[,;]|[,;]? ?(?:and|or)\b|\\text\{ ?(?:and|or) ?\})(?:\\[(\[]|[$ ])*"
+)
+
+
+def joined_boxes(text: str) -> str | None:
+    r"""The last ``\boxed{…}``, with those before it that only a comma, "and" or "or" separates."""
+    spans = boxed_spans(text)
+    if not spans:
+        return None
+    position, start, end = spans[-1]
+    boxes = [text[start:end]]
+    for earlier, start, end in spans[-2:-_MOST_BOXES:-1]:
+        if not _JOINED.fullmatch(text, end + 1, position):
+            break
+        position = earlier
+        if not any(same_answer(box, text[start:end]) for box in boxes):
+            boxes.insert(0, text[start:end])
+    return ", ".join(boxes)
+
+
+def answer_in_label(label: str) -> tuple[str, bool]:
+    r"""The answer in a label for mathematics, and whether it stands in a ``\boxed{…}``.
+
+    As in a response, boxes that a comma, "and" or "or" joins are a list, and reasoning does not
+    count. Labels of GSM8K begin after "####".
+
+    Example:
+        >>> answer_in_label(r"<think>hm</think> \boxed{1} or \boxed{2}")
+        ('1, 2', True)
+    """
+    text = label.rpartition("</think>")[2].rsplit("####", 1)[-1].strip()
+    boxes = joined_boxes(text)
+    return (text if boxes is None else boxes).strip(), boxes is not None
 
 
 def after_thinking(text: str) -> str | None:
@@ -220,12 +260,15 @@ def final_answer(response: str, label: Any, pattern: str = ANSWER_LINE) -> tuple
     ends = "*_ \"'" if given.startswith("'") else '*_ "'  # 30' is an angle
     given = _OPENING_MARKS.sub("", given).rstrip(ends)
     given = given if given.endswith("...") else given.rstrip(ends + ".")
+    boxes = joined_boxes(given)
+    given = given if boxes is None else boxes
+    answer = answer_in_label(str(label))[0]
     predicted = normalise_final_answer(given)
-    wanted = normalise_final_answer(str(label))
+    wanted = normalise_final_answer(answer)
     if not predicted or not wanted:
         return False, predicted or "[INVALID]"
-    verdict = same_answer(unboxed(str(label)), unboxed(given))
-    if verdict is None or (not verdict and is_text(unboxed(str(label)))):
+    verdict = same_answer(answer, given)
+    if verdict is None or (not verdict and is_text(answer)):
         return predicted == wanted, predicted
     return verdict, predicted
 
@@ -288,8 +331,8 @@ def grade_gpqa(response: str, label: Any, metadata: dict[str, Any] | None = None
     choose (C)", or a single letter. The English words "a" and "I" are not letters, and two letters
     ("A and B") are not a choice.
 
-    ``label`` is a letter, or the text or position of one of ``metadata["choices"]`` (a list, or a
-    dict by letter); ``metadata["valid_letters"]`` limits the letters; they are those of the
+    ``label`` is a letter, or the text or position of one of ``metadata["choices"]`` (see
+    `valid_choices`); ``metadata["valid_letters"]`` limits the letters; they are those of the
     choices, else A to J.
 
     Example:
@@ -307,15 +350,60 @@ def grade_gpqa(response: str, label: Any, metadata: dict[str, Any] | None = None
 
 def valid_choices(metadata: dict[str, Any] | None) -> tuple[list[str], dict[str, Any]]:
     """Letters that may be chosen, and the texts of the choices by letter ({} if the row has
-    none)."""
+    none).
+
+    ``metadata["choices"]`` is a list of texts, a dict of them by letter, a list of objects with
+    "label" and "text", or an object with a list of each; or the JSON text of one of these. Choices
+    that are null do not count: columnar files fill records up to the union of all keys.
+
+    Raises:
+        UserError: the choices, or the letters, have another form; says which.
+
+    Example:
+        >>> valid_choices({"choices": {"label": ["A", "B"], "text": ["red", "blue"]}})
+        (['A', 'B'], {'A': 'red', 'B': 'blue'})
+    """
     metadata = metadata or {}
-    choices = metadata.get("choices") or []
-    texts = (
-        dict(choices) if isinstance(choices, dict) else dict(zip(string.ascii_uppercase, choices))
-    )
-    texts = {str(letter).upper(): text for letter, text in texts.items()}
+    texts = _choice_texts(metadata.get("choices"))
+    texts = {str(letter).strip().upper(): text for letter, text in texts.items()}
     letters = metadata.get("valid_letters") or texts or _LETTERS
-    return [str(letter).upper() for letter in letters], texts
+    if not isinstance(letters, str | list | tuple | dict):
+        raise _no_choices(f"'valid_letters' is a {type(letters).__name__}")
+    found = [str(letter).upper() for letter in letters]
+    if any(len(letter) != 1 for letter in found):
+        raise _no_choices(f"its letters are {', '.join(found)}, and each must be one character")
+    return found, texts
+
+
+def _choice_texts(choices: Any) -> dict[str, Any]:
+    if isinstance(choices, str) and choices.strip():
+        try:
+            choices = json.loads(choices)
+        except ValueError:
+            raise _no_choices("'choices' is text that is not JSON") from None
+    if not choices:
+        return {}
+    if isinstance(choices, dict):
+        labels, texts = (choices.get(key) for key in ("label", "text"))
+        if isinstance(labels, list) and isinstance(texts, list):
+            return dict(zip(labels, texts))
+        return {letter: text for letter, text in choices.items() if text is not None}
+    if not isinstance(choices, list | tuple):
+        raise _no_choices(f"'choices' is a {type(choices).__name__}")
+    if all(isinstance(one, dict) for one in choices):
+        if not all("label" in one and "text" in one for one in choices):
+            raise _no_choices(f"the keys of the first are {', '.join(map(str, choices[0]))}")
+        return {one["label"]: one["text"] for one in choices}
+    known = zip(string.ascii_uppercase, choices)
+    return {letter: text for letter, text in known if text is not None}
+
+
+def _no_choices(why: str) -> UserError:
+    return UserError(
+        "the metadata has choices that --rm-type gpqa cannot read",
+        why=why,
+        fix="write a list of their texts, a dict by letter, or objects with label and text",
+    )
 
 
 def label_letter(label: Any, letters: list[str], texts: dict[str, Any]) -> str | None:
@@ -359,8 +447,17 @@ def _letter_of(text: str, letters: list[str], texts: dict[str, Any]) -> str | No
 
 def _choice_with_text(text: str, texts: dict[str, Any]) -> str | None:
     plain = _plain_choice(text) if texts else ""
-    found = (letter for letter, choice in texts.items() if _plain_choice(str(choice)) == plain)
+    found = (
+        letter
+        for letter, choice in texts.items()
+        if plain in (_plain_choice(str(choice)), _plain_choice(_unlettered(str(choice), letter)))
+    )
     return next(found, None) if plain else None
+
+
+def _unlettered(choice: str, letter: str) -> str:
+    """A choice without its own letter before it: "(A) red", "A. red"."""
+    return re.sub(rf"^\s*(?:\({letter}\)|{letter}\s*[).:])\s*(?=\S)", "", choice)
 
 
 def _plain_choice(text: str) -> str:
