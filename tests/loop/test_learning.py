@@ -80,7 +80,10 @@ ADAPTERS = ("--lora-rank", 8, "--lora-target-modules", "all-linear", "lm_head")
 
 @pytest.mark.parametrize(
     ("name", "model", "flags"),
-    [("learn-ppo", "qwen3", ()), ("learn-ppo-adapters", "llama", ADAPTERS)],
+    [
+        ("learn-ppo", "qwen3", ()),
+        pytest.param("learn-ppo-adapters", "llama", ADAPTERS, marks=pytest.mark.full),
+    ],
     ids=["all layers", "adapters"],
 )
 def test_reward_rises_with_a_critic(
