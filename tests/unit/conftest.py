@@ -15,7 +15,7 @@ from tests.support.trainer_ranks import Pools
 share_gloo_loop()
 
 #: A trainer has 43.
-_MANY_THREADS, _FAR_TOO_MANY = 1_000, 5_000
+_MANY_THREADS, _FAR_TOO_MANY = 500, 2_000
 _kept = 0  # threads that the last collection left
 
 
