@@ -20,6 +20,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
 
 from benchmarks.toy_models import FAMILIES
 from slime.processes.garbage import freeze_gc
@@ -31,9 +32,15 @@ from tests.support.runs import GRPO, Run, RunResult
 #: `make test`: a change fails by what it does. `make test-full` draws others.
 #: One failure is enough: the search for others took ten minutes in a process with all tests.
 _COMMON = {"deadline": None, "report_multiple_bugs": False}
+_PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "same")
 hypothesis.settings.register_profile("same", derandomize=True, **_COMMON)
 hypothesis.settings.register_profile("random", **_COMMON)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+hypothesis.settings.load_profile(_PROFILE)
+
+#: It draws constants of all imported modules of ours, too: examples would depend on which tests ran
+#: before, and in a new clone it parses every module for ten CPU seconds.
+if _PROFILE == "same":
+    providers._get_local_constants = lambda: providers._local_constants
 
 
 #: Nothing here loses its power, and a disk takes 14 ms to make a file last.

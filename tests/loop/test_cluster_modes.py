@@ -29,9 +29,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """`ray.cluster_utils.Cluster` with a dashboard (job submission is part of it); nobody here
-    connects to it."""
+def cluster(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """`ray.cluster_utils.Cluster`, to which nobody here connects; with a dashboard, of which job
+    submission is a part, if a job is to be submitted."""
     from ray._private import services
     from ray.cluster_utils import Cluster
 
@@ -53,7 +53,9 @@ def cluster() -> Iterator[Any]:
         # its own answer is 127.0.0.1 where a test before left a local Ray in this process, and
         # nobody joins there: drivers take 127.0.0.1 for this address
         "node_ip_address": services.node_ip_address_from_perspective(),
-        "include_dashboard": True,
+        "include_dashboard": any(
+            test.name == test_a_submitted_job.__name__ for test in request.session.items
+        ),
         "dashboard_host": "127.0.0.1",
         "dashboard_port": 0,
         "dashboard_agent_listen_port": 0,

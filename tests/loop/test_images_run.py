@@ -50,6 +50,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
     return ("--hf-checkpoint", model, "--prompt-data", data, "--multimodal-keys", keys, *context)
 
 
+@pytest.mark.full  # tests/unit/test_images_*.py compare it with transformers in trainer and engine
 def test_gemma_learns_from_images(run: Run, seeing: tuple[object, ...], tmp_path: Path) -> None:
     """Its tokens of an image attend in both directions, in trainer and engine."""
     model = save_seeing_with_tokenizer(tmp_path / "gemma", "gemma3")
@@ -110,6 +111,7 @@ def test_a_run_learns_from_images(run: Run, seeing: tuple[object, ...]) -> None:
     assert any(key.startswith("model.visual.blocks.") for key in moved)
 
 
+@pytest.mark.full  # tests/unit/test_images_adapters.py compares both sides
 def test_adapters_learn_from_images(run: Run, seeing: tuple[object, ...]) -> None:
     """Pushed alone, and named by the canary's requests with pictures, too."""
     flags = ("--lora-rank", 4, "--lr", "1e-2", "--num-rollout", 3)

@@ -19,11 +19,13 @@ LOSS: dict[str, Any] = {
     "optimizer": "sgd", "lr": 0.3, "clip_grad": 0.5, "rollout_temperature": TEMPERATURE,
     "rollout_batch_size": 12,
 }  # fmt: skip
-MICRO_BATCHES = [[0, 1], [2, 3], [4], [5]]
+MICRO_BATCHES = [[0, 1, 2], [3, 4, 5]]
+#: For pipelines, whose schedules treat the first and last micro-batches alike.
+PIPELINED = [[0, 1], [2, 3], [4], [5]]
 DATA_PARALLEL = {
     1: [(range(6), MICRO_BATCHES)],
     # rank 0 ends with an empty micro-batch
-    2: [([4, 0], [[0], [1], []]), ([1, 3, 5, 2], [[0, 1], [2], [3]])],
+    2: [([4, 0], [[0, 1], []]), ([1, 3, 5, 2], [[0, 1], [2, 3]])],
     4: [([4, 0], [[0], [1]]), ([1], [[0], []]), ([3, 5], [[0, 1], []]), ([2], [[], [0]])],
 }
 

@@ -43,6 +43,18 @@ def is_running(process: psutil.Process) -> bool:
         return False
 
 
+def children_by_parent() -> dict[int, list[int]]:
+    """The process ids of this host, read once for all members of a family: psutil would read them
+    for each."""
+    found: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended since
+            stat = Path(f"/proc/{name}/stat").read_text()
+            parent = int(stat.rpartition(")")[2].split()[1])
+            found.setdefault(parent, []).append(int(name))
+    return found
+
+
 @dataclass
 class World:
     """Model and data of the demo, and the flags of a run on them: two steps of a second, once it is
@@ -117,14 +129,18 @@ class Driver:
     def _take_note(self) -> None:
         if self.process.poll() is not None:
             return
-        known = list(self._family)
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
-            known.append(psutil.Process(self.process.pid))
-        for process in known:
-            try:
-                self._family.update(process.children(recursive=True))
-            except psutil.NoSuchProcess:
-                continue
+        children = children_by_parent()
+        # others may have the process ids of those that have ended
+        parents = [process.pid for process in list(self._family) if process.is_running()]
+        parents.append(self.process.pid)
+        known = set(parents)
+        while parents:
+            for child in children.get(parents.pop(), ()):
+                if child not in known:
+                    known.add(child)
+                    parents.append(child)
+                    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+                        self._family.add(psutil.Process(child))
 
     # -- while it runs -----------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from slime.models.spec import ModelSpec
 from slime.processes.garbage import freeze_gc
 from slime.processes.host import free_port
 from slime.samples.batch import StepPlan, TrainBatch
+from tests.support.gloo_loop import share_gloo_loop
 
 JOB_DEADLINE = 120.0
 VOCAB = 97
@@ -310,6 +311,7 @@ def _serve(pipe: Connection, rank: int, size: int) -> None:
     from slime.trainer.megatron.backend import MegatronBackend  # noqa: F401  (installs the device redirect)
     from slime.trainer.megatron.parallel import RankInfo, shut_down
 
+    share_gloo_loop()
     freeze_gc()
     while True:
         try:
@@ -322,7 +324,5 @@ def _serve(pipe: Connection, rank: int, size: int) -> None:
             result = (False, traceback.format_exc())
         finally:
             shut_down()
-            # groups are in cycles, and each has a thread of gloo's that wakes up a hundred times a
-            # second
-            gc.collect()
+            gc.collect()  # groups are in cycles, and each has threads
         pipe.send(result)

@@ -9,6 +9,7 @@ the same file sets, to a constant or a flag of docs/deadlines.md, or to a parame
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,7 +98,7 @@ def waits_in(source: str, flags: frozenset[str] = frozenset()) -> Iterator[Wait]
         flags: names of all flags: "rm_timeout".
     """
     tree = ast.parse(source)
-    yield from _Walk(flags, _attributes(tree)).visit(tree, _At((), None, []))
+    yield from _Walk(flags, tree).visit(tree, _At((), None, []))
 
 
 class _At(NamedTuple):
@@ -110,8 +111,12 @@ class _At(NamedTuple):
 
 
 class _Walk:
-    def __init__(self, flags: frozenset[str], attributes: dict[str, list[ast.expr]]) -> None:
-        self._flags, self._attributes = flags, attributes
+    def __init__(self, flags: frozenset[str], tree: ast.AST) -> None:
+        self._flags, self._tree = flags, tree
+
+    @functools.cached_property
+    def _attributes(self) -> dict[str, list[ast.expr]]:
+        return _attributes(self._tree)
 
     def visit(self, node: ast.AST, at: _At) -> Iterator[Wait]:
         for child in ast.iter_child_nodes(node):

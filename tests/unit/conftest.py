@@ -9,16 +9,19 @@ from collections.abc import Iterator
 import pytest
 
 from slime.processes.garbage import freeze_gc
+from tests.support.gloo_loop import share_gloo_loop
 from tests.support.trainer_ranks import Pools
 
-_MANY_THREADS, _FAR_TOO_MANY = 64, 256
+share_gloo_loop()
+
+#: A trainer has 43.
+_MANY_THREADS, _FAR_TOO_MANY = 500, 2_000
 _kept = 0  # threads that the last collection left
 
 
 @pytest.fixture(autouse=True)
 def few_idle_threads() -> None:
-    """Process groups that were left are in cycles; until those are found, each keeps threads of
-    gloo's, which wake up a hundred times a second. Hundreds of them take half of the machine.
+    """Process groups that were left are in cycles; until those are found, each keeps threads.
 
     It looks before a test, when pytest holds nothing of the one before: at its end the trainer of
     that is still there.

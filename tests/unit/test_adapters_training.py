@@ -405,6 +405,19 @@ def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
         assert torch.equal(tensor.to(torch.bfloat16), resumed[name])
 
 
+def unbroken_job(
+    info: Any, flags: dict[str, Any], batch: Any, num_steps: int
+) -> list[dict[str, Tensor]]:
+    """The adapters after each step of one process."""
+    backend = MegatronBackend(trainer_config(**flags), info)
+    backend.setup()
+    found = []
+    for _ in range(num_steps):
+        backend.train(shard(batch, range(6), [[i] for i in range(6)]))
+        found.append(tensors_of(backend))
+    return found
+
+
 def save_job(info: Any, flags: dict[str, Any], members: list[Any], batch: Any) -> dict[str, Tensor]:
     backend = MegatronBackend(
         trainer_config(**flags, actor_num_gpus_per_node=info.world_size), info
@@ -446,16 +459,13 @@ def test_a_checkpoint_of_adapters_loads_at_any_layout(
     if family == "mistral":
         layouts = [(1, {}, one), (4, {**TP2, **SP, **PP2}, one), (1, {}, one)]
 
-    def run(name: str, *steps: tuple[int, dict[str, Any], list[Any]]) -> list[dict[str, Tensor]]:
-        run_flags = {**flags, "load": str(tmp_path / name), "save": str(tmp_path / name)}
-        return [
-            ranks.run(size, save_job, {**run_flags, **layout}, members, batch)[0]
-            for size, layout, members in steps
-        ]
-
-    resharded = run("resharded", *layouts)
-    alone = run("alone", *[layouts[0]] * len(layouts))
-    for here, there in zip(resharded, alone, strict=True):
+    run = {"load": str(tmp_path / "run"), "save": str(tmp_path / "run")}
+    resharded = [
+        ranks.run(size, save_job, {**flags, **run, **layout}, members, batch)[0]
+        for size, layout, members in layouts
+    ]
+    [unbroken] = ranks.run(1, unbroken_job, flags, batch, len(layouts))
+    for here, there in zip(resharded, unbroken, strict=True):
         for name, tensor in there.items():
             assert worst(here[name], tensor) <= 2e-5, name
 

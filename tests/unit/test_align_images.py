@@ -64,7 +64,7 @@ def case_of(directory: Path) -> Discrepancy:
     """An engine and a trainer that agree, on samples with none, one and three images."""
     reader = ImageReader(directory)
     reference = Reference(directory, torch.float32, Sampling(1.0), images=reader)
-    samples = scored(batch_of(reader, []), save_pictures(directory / "pictures"))
+    samples = scored(batch_of(reader, [], SAMPLES[:4]), save_pictures(directory / "pictures"))
     engine = EngineHere(directory, "float32", longest=128, images=reader)
     answers = engine.score(samples, together=True)
     told = [
@@ -230,7 +230,7 @@ def test_a_tower_that_did_not_arrive_is_named(tmp_path: Path) -> None:
 
 def write_dumps(case: Discrepancy, reader: ImageReader, folder: Path) -> list[Path]:
     """The dumps of a rollout that trainer and engine agree on."""
-    batch = batch_of(reader, [])
+    batch = batch_of(reader, [], SAMPLES[:4])
     batch.media = [sample.media for sample in case.samples]
     batch.rollout_log_probs = [sample.engine.float() for sample in case.samples]
     data = RolloutTensors(

@@ -88,7 +88,7 @@ ALWAYS = {
     # sinks are cut by heads, biases of experts with their rows or not at all
     "gpt_oss": [("TP2", "EP2")],
 }
-MICRO_BATCHES = [[0, 1], [2, 3], [4], [5]]
+MICRO_BATCHES = [[0, 1, 2], [3, 4, 5]]
 SHARDS = {
     1: [(range(6), MICRO_BATCHES)],
     2: [([4, 0], [[0], [1]]), ([1, 3, 5, 2], [[0, 1], [2, 3]])],

@@ -90,12 +90,22 @@ def batches_for(data_parallel: int) -> list[TrainBatch]:
     return [shard(whole, *plan) for plan in parity.DATA_PARALLEL[data_parallel]]
 
 
+@pytest.fixture(scope="module")
+def alone(ranks: Pools, model: Path) -> dict[str, Any]:
+    [found] = ranks.run(1, critic_job, {"hf_checkpoint": str(model)}, batches_for(1))
+    return found
+
+
 @pytest.mark.parametrize(("size", "data_parallel", "layout"), LAYOUTS)
 def test_any_layout_trains_the_critic_of_one_process(
-    size: int, data_parallel: int, layout: dict[str, Any], ranks: Pools, model: Path
+    size: int,
+    data_parallel: int,
+    layout: dict[str, Any],
+    ranks: Pools,
+    model: Path,
+    alone: dict[str, Any],
 ) -> None:
     flags = {"hf_checkpoint": str(model)}
-    [alone] = ranks.run(1, critic_job, flags, batches_for(1))
     found = ranks.run(size, critic_job, flags | layout, batches_for(data_parallel))
     expected = dict(zip(alone["samples"], zip(*alone["values"])))
     seen = set()

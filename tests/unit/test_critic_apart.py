@@ -200,6 +200,19 @@ def shared_job(
     return {"start": backend.next_rollout_id, "metrics": metrics, "values": values}
 
 
+TRAINED = {"all layers": {}, "adapters": {"lora_rank": 2}}
+
+
+@pytest.fixture(scope="module")
+def shared(ranks: Pools, model: Path) -> dict[str, Any]:
+    """By what is trained: three rollouts of one process with both."""
+    found = {}
+    for trained, more in TRAINED.items():
+        flags = {"hf_checkpoint": str(model), **more}
+        [found[trained]] = ranks.run(1, shared_job, flags, batches_for(1), 3)
+    return found
+
+
 @pytest.mark.parametrize(
     ("policy", "critic"),
     [
@@ -211,12 +224,12 @@ def shared_job(
         pytest.param((2, 1, CP2), (2, 1, PP2), marks=pytest.mark.full),
     ],
 )
-@pytest.mark.parametrize("more", [{}, {"lora_rank": 2}], ids=["all layers", "adapters"])
+@pytest.mark.parametrize("trained", TRAINED)
 def test_any_two_layouts_give_the_numbers_of_a_critic_on_the_policys_ranks(
-    policy: Any, critic: Any, more: dict[str, Any], ranks: Pools, model: Path
+    policy: Any, critic: Any, trained: str, ranks: Pools, model: Path, shared: dict[str, Any]
 ) -> None:
-    flags = {"hf_checkpoint": str(model), **more}
-    [alone] = ranks.run(1, shared_job, flags, batches_for(1), 3)
+    flags = {"hf_checkpoint": str(model), **TRAINED[trained]}
+    alone = shared[trained]
     found, values = together(ranks, policy, critic, 3, **flags)
     assert_same(found, alone["metrics"])
     for one, theirs in zip(values, alone["values"], strict=True):

@@ -242,11 +242,7 @@ def test_layout_gives_the_numbers_of_one_process(
 ) -> None:
     size, data_parallel, flags = (LAYOUTS | LONG_LAYOUTS)[name]
     batch = make_batch(MICRO_BATCHES)
-    # that schedule wants pairs of micro-batches
-    odd = [[]] if "virtual" in name and data_parallel == 2 else []
-    batches = [
-        shard(batch, members, [*plan, *odd]) for members, plan in DATA_PARALLEL[data_parallel]
-    ]
+    batches = [shard(batch, members, plan) for members, plan in DATA_PARALLEL[data_parallel]]
     results = ranks.run(size, parity_job, {"hf_checkpoint": str(model), **flags}, batches)
     expected = dict(zip(single["samples"], single["log_probs"]))
     for result in results:

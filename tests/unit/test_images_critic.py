@@ -55,17 +55,30 @@ def job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> list[Ten
     return backend.critic.outputs(batches[backend.data_parallel_rank])
 
 
-@pytest.mark.parametrize("more", [{}, {"lora_rank": 2}], ids=["all layers", "adapters"])
+TRAINED = {"all layers": {}, "adapters": {"lora_rank": 2}}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, ranks: Pools) -> dict[str, Any]:
+    """By what is trained: the flags, the batch, and what one process makes of it."""
+    folder = tmp_path_factory.mktemp("seeing")
+    save_seeing(folder)
+    batch = batch_of(ImageReader(folder), [[0, 1, 2], [3, 4, 5]])
+    found = {}
+    for trained, more in TRAINED.items():
+        flags = {"hf_checkpoint": str(folder), **PPO, **more}
+        found[trained] = (flags, batch, *ranks.run(1, job, flags, [batch]))
+    return found
+
+
+@pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("layout", [TP2 | SP, PP2, CP2], ids=["TP2", "PP2", "CP2"])
 def test_any_layout_trains_the_critic_of_one_process(
-    layout: dict[str, Any], more: dict[str, Any], ranks: Pools, tmp_path: Path
+    layout: dict[str, Any], trained: str, ranks: Pools, alone: dict[str, Any]
 ) -> None:
-    save_seeing(tmp_path / "hf")
-    batch = batch_of(ImageReader(tmp_path / "hf"), [[0, 1], [2, 3], [4, 5]])
-    flags = {"hf_checkpoint": str(tmp_path / "hf"), **PPO, **more}
-    [alone] = ranks.run(1, job, flags, [batch])
+    flags, batch, expected = alone[trained]
     found = next(own for own in ranks.run(2, job, flags | layout, [batch]) if own is not None)
-    for ours, theirs in zip(found, alone, strict=True):
+    for ours, theirs in zip(found, expected, strict=True):
         assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max().clamp(min=1.0)
 
 

@@ -68,7 +68,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, ranks: Pools) -> Callable[[s
     def of(kind: str) -> Any:
         directory = tmp_path_factory.mktemp(kind)
         save_seeing(directory, kind)
-        batch = batch_of(ImageReader(directory), [[0, 1], [2, 3], [4, 5]])
+        batch = batch_of(ImageReader(directory), [[0, 1, 2], [3, 4, 5]])
         flags = {"hf_checkpoint": str(directory), **IMAGES}
         [found] = ranks.run(1, parity_job, flags, [batch])
         return flags, batch, found

@@ -185,7 +185,9 @@ def tree(folder: Path) -> dict[str, bytes | str]:
     return found
 
 
-@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize(
+    "part", [*range(3), *(pytest.param(part, marks=pytest.mark.full) for part in range(3, 6))]
+)
 def test_a_resume_goes_on_from_the_newest_whole_state_or_refuses(
     part: int, case: Case, reached: list[Reached], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from slime.errors import UserError
 from slime.models.layout_rules import check_layout
 from tests.support import megatron_jobs as jobs
-from tests.support.parity import MICRO_BATCHES, PP2, TOLERANCE, parity_job, worst
+from tests.support.parity import MICRO_BATCHES, PIPELINED, PP2, TOLERANCE, parity_job, worst
 from tests.support.trainer_ranks import Pools, make_batch, tiny_spec, trainer_config
 
 FIRST = "decoder_first_pipeline_num_layers"
@@ -42,7 +42,7 @@ def test_stages_of_their_own_size(
     flags: dict[str, Any], model: Path, ranks: Pools, single: dict[str, Any]
 ) -> None:
     settings = {"hf_checkpoint": str(model), **PP2, **flags}
-    for result in ranks.run(2, parity_job, settings, [make_batch(MICRO_BATCHES)]):
+    for result in ranks.run(2, parity_job, settings, [make_batch(PIPELINED)]):
         for kind in ("gradients", "weights"):
             assert result[kind].keys() == single[kind].keys()
             for name, value in single[kind].items():
