@@ -39,7 +39,7 @@ hypothesis.settings.load_profile(_PROFILE)
 
 #: It draws constants of all imported modules of ours, too: examples would depend on which tests ran
 #: before, and in a new clone it parses every module for ten CPU seconds.
-if _PROFILE == "same":
+if _PROFILE == "same" and {"_get_local_constants", "_local_constants"} <= vars(providers).keys():
     providers._get_local_constants = lambda: providers._local_constants
 
 
