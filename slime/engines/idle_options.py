@@ -26,9 +26,9 @@ def idle_options(config: Config, models: Sequence[ServedModel]) -> Iterator[str]
         models: those of ``--sglang-config``; without that file nothing is yielded.
     """
     file = config.engine.sglang_config
-    section = ENGINE_OPTIONS[config.engine.rollout_engine].section
-    if file is None or not section:
+    if file is None:
         return
+    section = ENGINE_OPTIONS[config.engine.rollout_engine].section
     given: Mapping[str, Any] = getattr(config.engine, section)
     reasons_by_option: dict[str, list[str]] = {name: [] for name in given}
     for model in models:

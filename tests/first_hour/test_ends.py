@@ -185,7 +185,7 @@ def test_output_that_is_lost_and_a_terminal_that_closes_end_no_run(
         assert driver.end() == 0
         assert state_of(driver) == "finished" and driver.steps() == [1, 2]
         log = (driver.path / "logs" / "driver.log").read_text()
-        assert log.count("stderr cannot be written any more (Broken pipe): the run goes on") == 1
+        assert log.count("stderr cannot be written any more (Broken pipe): the run continues") == 1
         assert "Traceback" not in log
 
 

@@ -72,7 +72,7 @@ WRONG: list[tuple[str, str]] = [
     ("no-contrast", "--use-kl-loss"),
     ("gpus-missing", "--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2"),
     ("gpus-missing", "--actor-num-gpus-per-node 512 --rollout-batch-size 512"),
-    ("engine-flags", "--rollout-engine sglang --sglang-speculative-algorithm EAGLE"),
+    ("engine-flags", "--rollout-engine sglang --sglang-speculative-algorithm DFLASH"),
     ("model-flags", "--num-layers 7"),
     ("model-unknown", "--model-name mamba"),
     ("evaluation-sets", "--eval-prompt-data a b c"),
@@ -87,7 +87,7 @@ WRONG: list[tuple[str, str]] = [
     ("folder", "--output-dir /dev/null/outputs"),
 ]
 #: What is wrong with a set besides: this environment may have no SGLang.
-BESIDES = {"--rollout-engine sglang --sglang-speculative-algorithm EAGLE": {"engine-missing"}}
+BESIDES = {"--rollout-engine sglang --sglang-speculative-algorithm DFLASH": {"engine-missing"}}
 
 
 @pytest.fixture(scope="module")

@@ -143,8 +143,8 @@ def test_rewards_by_name_and_tests_that_say_nothing(tasks: Path) -> None:
     assert sample.metadata["harbor"]["output"] == "broken\n"
     deep = "printf '[%.0s' $(seq 100000) > reward.json"
     for made, why in (
-        ("mkfifo reward.txt", "no file"),
-        ("mkfifo reward.json", "no file"),
+        ("mkfifo reward.txt", "not a file"),
+        ("mkfifo reward.json", "not a file"),
         (deep, "RecursionError"),
     ):
         test.write_text(f"cd /logs/verifier; {made}")

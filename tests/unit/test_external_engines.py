@@ -26,7 +26,7 @@ from slime.cluster.waiting import ActorDied, NamedActor
 from slime.config import Config, make_config
 from slime.config.addresses import engine_url
 from slime.embedded.weight_update import ABILITIES
-from slime.engines.api import EngineError
+from slime.engines.api import WEIGHT_PROBE, EngineError
 from slime.engines.wire.abilities import SGLANG
 from slime.errors import RunFailed, UserError
 from slime.files import read_object
@@ -199,7 +199,16 @@ def test_an_engine_of_several_ranks(make_run: MakeRun, serve: Serve) -> None:
         ({"abilities": SGLANG.to_json()}, {}, "could not check which weights"),
         ({"pp_size": 2}, {}, "pp_size is 2"),
         ({"disaggregation_mode": "decode"}, {}, "one half of a pair"),
-        ({"speculative_accept_threshold_acc": 0.9}, {}, "accepts drafts that the policy would not"),
+        (
+            {
+                "abilities": None,
+                "version": "0.5.16",
+                "custom_weight_loader": [WEIGHT_PROBE],
+                "speculative_accept_threshold_acc": 0.9,
+            },
+            {},
+            "accepts drafts that the policy would not",
+        ),
     ],
 )
 def test_what_it_was_started_with_does_not_fit(

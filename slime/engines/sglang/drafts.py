@@ -103,8 +103,10 @@ def check_drafts(config: Config, options: Mapping[str, Any], named: Callable[[st
     if config.algorithm.use_sampling_mask:
         raise UserError(
             f"{this} does not go with --use-sampling-mask",
-            why="SGLang does not report which tokens could be sampled when it verifies drafts",
-            fix="leave one of the two out",
+            why="--rollout-top-k, --rollout-top-p and --rollout-min-p need it, and SGLang does not "
+            "report which tokens could be sampled when it verifies drafts",
+            fix="leave these flags out, or the drafts; with --no-use-sampling-mask log-probs are "
+            "over the whole vocabulary",
         )
     if config.lora.lora_rank and algorithm in _WITH_WEIGHTS:
         raise UserError(
