@@ -29,6 +29,8 @@ def idle_options(config: Config, models: Sequence[ServedModel]) -> Iterator[str]
     if file is None:
         return
     section = ENGINE_OPTIONS[config.engine.rollout_engine].section
+    if not section:
+        return
     given: Mapping[str, Any] = getattr(config.engine, section)
     reasons_by_option: dict[str, list[str]] = {name: [] for name in given}
     for model in models:

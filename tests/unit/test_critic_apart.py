@@ -63,6 +63,12 @@ class Driver:
     def all_of(self, name: str, ranks: int) -> list[Any]:
         return [pickle.loads(self.store.get(f"{name} {rank}")) for rank in range(ranks)]
 
+    def end(self, rank: int, ranks: int) -> None:
+        """Keep the store, which goes with the first rank, until no other one needs it."""
+        self.put("ended", rank, True)
+        if rank == 0:
+            self.all_of("ended", ranks)
+
 
 def merged(parts: list[dict[int, Any]]) -> dict[int, Any]:
     return {place: values for part in parts for place, values in part.items()}
@@ -102,6 +108,7 @@ def two_groups_job(
             driver.all_of("saving", num_critic)
             backend.save(backend.next_rollout_id + rollouts - 1)
             backend.finish_saving()
+        driver.end(info.rank, num_policy + num_critic)
         return {
             "reporting": backend.is_reporting_rank,
             "metrics": metrics,
@@ -123,6 +130,7 @@ def two_groups_job(
         process.save(plan.start_rollout_id + rollouts - 1)
         driver.put("saving", own.rank, True)
         process.finish_saving()
+    driver.end(info.rank, num_policy + num_critic)
     return {"reporting": process.is_reporting_rank, "metrics": metrics, "is_critic": True}
 
 
