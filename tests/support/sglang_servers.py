@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.cluster.server_process import ServerProcess
-from slime.config import Config
+from slime.config import Config, make_config
 from slime.engines.launch import EnginePlace
 from slime.engines.sglang.command import sglang_command
 from slime.processes.host import PortReservation, reserve_port
@@ -20,6 +20,17 @@ from tests.support.processes import ROOT
 
 FAKE = Path(__file__).parent / "fake_sglang"
 _reservations: list[PortReservation] = []
+
+
+def run_config(**flags: Any) -> Config:
+    """A run on SGLang's engines."""
+    defaults = {
+        "rollout_batch_size": 4,
+        "num_rollout": 1,
+        "hf_checkpoint": "m",
+        "rollout_engine": "sglang",
+    }
+    return make_config(**{**defaults, **flags})
 
 
 @contextmanager

@@ -605,3 +605,13 @@ def stack_experts(directory: Path) -> None:
         )
         tensors[f"{name}.down_proj"] = torch.stack([one["down_proj"] for one in order])
     save_file(tensors, file, metadata={"format": "pt"})
+
+
+def moved(model: Any, directory: Path) -> Any:
+    """Change every weight of a model, and save it to ``directory``."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * parameter.std() * torch.randn_like(parameter))
+    model.save_pretrained(directory)
+    return model

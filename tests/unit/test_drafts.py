@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.config import Config, make_config
 from slime.engines.kinds import engine_of
 from slime.engines.launch import ONE_GPU, EnginePlace
 from slime.engines.sglang.command import check_sglang, sglang_options
@@ -22,6 +21,7 @@ from slime.observe.alarms import find_alarms
 from slime.rollout.metrics import sample_metrics
 from slime.samples.types import Sample
 from tests.support.embedded_models import save_tiny_model
+from tests.support.sglang_servers import run_config
 
 pytestmark = pytest.mark.usefixtures("sglang_stand_in")
 
@@ -32,18 +32,8 @@ EAGLE3 = {
 ON_DISK = {"update_weight_transport": "disk", "update_weight_disk_dir": "/x"}
 
 
-def config_of(**flags: Any) -> Config:
-    defaults = {
-        "rollout_batch_size": 4,
-        "num_rollout": 1,
-        "hf_checkpoint": "m",
-        "rollout_engine": "sglang",
-    }
-    return make_config(**{**defaults, **flags})
-
-
 def options_of(place: EnginePlace = ONE_GPU, **flags: Any) -> dict[str, Any]:
-    config = config_of(**flags)
+    config = run_config(**flags)
     check_sglang(config)
     return sglang_options(config, "m", "h", 1, place)
 
@@ -133,13 +123,13 @@ def test_a_draft_fits_the_policy(policy: Path, tmp_path: Path) -> None:
 def test_the_plan_counts_a_draft(policy: Path, tmp_path: Path) -> None:
     save_file({"fc": torch.zeros(1000, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     flags = {**EAGLE3, "sglang_speculative_draft_model_path": str(tmp_path)}
-    config = config_of(hf_checkpoint=str(policy), colocate=True, **flags)
+    config = run_config(hf_checkpoint=str(policy), colocate=True, **flags)
     assert engine_of(config).footprint(config).draft == 2000
     facts = facts_of(config, on_gpu=True)
     asleep = {use.what: use.nbytes for use in node_memory(facts).uses if use.owner == "engine"}
     assert asleep["weights of the draft asleep"] == 2000
     gpu = 100e9
-    plain = facts_of(config_of(hf_checkpoint=str(policy), colocate=True), on_gpu=True)
+    plain = facts_of(run_config(hf_checkpoint=str(policy), colocate=True), on_gpu=True)
     assert plain.engine is not None and facts.engine is not None
     assert plain.engine.kv_cache(gpu) - facts.engine.kv_cache(gpu) == 2000
 

@@ -51,19 +51,10 @@ from tests.support.images import (
 )
 from tests.support.seeing_samples import SAMPLES, batch_of, their_log_probs
 from tests.support.served import served_engine
+from tests.support.tiny_models import moved
 from tests.support.trainers import trainer
 
 NAMES = {data: name for name, data in PICTURES.items()}
-
-
-def moved(model: Any, directory: Path) -> Any:
-    """Change every weight of a model, and save it again."""
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * parameter.std() * torch.randn_like(parameter))
-    model.save_pretrained(directory)
-    return model
 
 
 @pytest.fixture(scope="module")

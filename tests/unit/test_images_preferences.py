@@ -39,6 +39,7 @@ from tests.support.embedded_models import byte_tokenizer
 from tests.support.images import IMAGES, PICTURES, save_seeing, save_seeing_with_tokenizer
 from tests.support.parity import CP2, PP2, SP, TP2
 from tests.support.seeing_samples import batch_of, their_log_probs
+from tests.support.tiny_models import moved
 from tests.support.trainer_ranks import Pools, trainer_config
 from tests.support.trainers import trainer
 
@@ -401,16 +402,6 @@ def preferences(reader: ImageReader, loss: str = "dpo") -> TrainBatch:
     else:
         batch.steps = [StepPlan([[0, 1], [2, 3]], 2, 12)]
     return batch
-
-
-def moved(model: Any, directory: Path) -> Any:
-    """Change every weight of a model, and save it again."""
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * parameter.std() * torch.randn_like(parameter))
-    model.save_pretrained(directory)
-    return model
 
 
 def by_definition(loss: str, own: list[Tensor], theirs: list[Tensor], masks: list[Tensor]) -> float:

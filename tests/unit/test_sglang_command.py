@@ -36,7 +36,7 @@ from slime.run import preflight
 from slime.run.preflight import check_teachers
 from tests.support.embedded_models import save_tiny_model
 from tests.support.hf_configs import config_of as hf_config_of
-from tests.support.sglang_servers import process_of
+from tests.support.sglang_servers import process_of, run_config
 
 pytestmark = pytest.mark.usefixtures("sglang_stand_in")
 
@@ -46,23 +46,13 @@ def parse_args(argv: list[str]) -> Any:
     return importlib.import_module("sglang.srt.server_args").prepare_server_args(argv)
 
 
-def config_of(**flags: Any) -> Any:
-    defaults = {
-        "rollout_batch_size": 4,
-        "num_rollout": 1,
-        "hf_checkpoint": "m",
-        "rollout_engine": "sglang",
-    }
-    return make_config(**{**defaults, **flags})
-
-
 def served_models(config: Any) -> list[ServedModel]:
     return engine_of(config).served_models(config)
 
 
 def parsed(place: EnginePlace = ONE_GPU, **flags: Any) -> Any:
     return parse_args(
-        sglang_command(config_of(**flags), "/models/m", "10.0.0.1", 31000, place).argv[3:]
+        sglang_command(run_config(**flags), "/models/m", "10.0.0.1", 31000, place).argv[3:]
     )
 
 
@@ -78,7 +68,7 @@ def parsed(place: EnginePlace = ONE_GPU, **flags: Any) -> Any:
 def test_the_memory_plan_counts_weights_as_the_server_is_told_to_hold_them(
     flags: dict[str, Any], nbytes: int
 ) -> None:
-    assert sglang_footprint(config_of(**flags)).element == nbytes
+    assert sglang_footprint(run_config(**flags)).element == nbytes
 
 
 def test_what_is_set_here() -> None:
@@ -102,7 +92,7 @@ def test_what_is_set_here() -> None:
         and args.custom_weight_loader == [WEIGHT_PROBE, WEIGHT_LOADER]
     )
     assert not args.enable_memory_saver and not args.enable_deterministic_inference
-    spec = sglang_command(config_of(), "m", "h", 1, place)
+    spec = sglang_command(run_config(), "m", "h", 1, place)
     assert spec.env["CUDA_VISIBLE_DEVICES"] == "4,5" and spec.health_path == "/health_generate"
     assert spec.startup_timeout >= 600 and spec.health_timeout >= 10
 
@@ -124,7 +114,7 @@ def test_what_follows_from_the_run() -> None:
         "10.0.0.1:25000",
         16,
     )
-    assert sglang_command(config_of(), "m", "h", 1, several).health_path == "/health"
+    assert sglang_command(run_config(), "m", "h", 1, several).health_path == "/health"
 
 
 def test_the_users_options_go_through_by_name_and_type_and_ours_win() -> None:
@@ -174,7 +164,7 @@ ON_DISK = {"update_weight_transport": "disk", "update_weight_disk_dir": "weights
 )
 def test_what_cannot_work_is_refused_by_name(flags: dict[str, Any], expected: str) -> None:
     with pytest.raises(UserError, match=expected):
-        sglang_command(config_of(**flags), "m", "h", 1)
+        sglang_command(run_config(**flags), "m", "h", 1)
 
 
 def test_versions_that_ran_on_no_gpu_are_told_once(
@@ -192,7 +182,7 @@ def test_a_router_that_compares_loads_needs_their_route(
     monkeypatch: pytest.MonkeyPatch, version: str, is_refused: bool
 ) -> None:
     monkeypatch.setattr(command, "installed_version", lambda: version)
-    config = config_of(router_policy="power_of_two")
+    config = run_config(router_policy="power_of_two")
     refused = pytest.raises(UserError, match="/get_load") if is_refused else nullcontext()
     with refused:
         command.check_sglang(config)
@@ -209,7 +199,7 @@ def test_a_router_that_compares_loads_needs_their_route(
 def test_versions(monkeypatch: pytest.MonkeyPatch, version: str | None, said: str) -> None:
     monkeypatch.setattr(command, "installed_version", lambda: version)
     with pytest.raises(UserError) as caught:
-        sglang_command(config_of(), "m", "h", 1)
+        sglang_command(run_config(), "m", "h", 1)
     assert said in str(caught.value)
     assert versions.check_version("0.5.12.post1") == "0.5.12.post1"
 
@@ -246,7 +236,7 @@ def test_groups_become_engines(tmp_path: Path) -> None:
         {"worker_type": "placeholder", "num_gpus": 1},
         {"worker_type": "regular", "num_gpus": 4, "num_gpus_per_engine": 2},
     )
-    config = config_of(sglang_config=path, rollout_num_gpus=7)
+    config = run_config(sglang_config=path, rollout_num_gpus=7)
     [model] = served_models(config)
     assert model.is_policy and [group.num_engines for group in model.groups] == [2, 0, 2]
     parts = engine_parts(config, PlacementPlan.of(config), slots_on(8))
@@ -285,7 +275,7 @@ def test_no_engine_reads_model_code_that_another_one_is_copying(
 
 
 def test_an_engine_over_two_nodes_has_a_part_on_each() -> None:
-    config = config_of(
+    config = run_config(
         rollout_num_gpus=16,
         rollout_num_gpus_per_engine=16,
         num_gpus_per_node=8,
@@ -342,7 +332,7 @@ def test_wrong_groups_are_refused_by_name(
 ) -> None:
     with pytest.raises(UserError, match=expected):
         served_models(
-            config_of(sglang_config=groups_file(tmp_path, *groups, **model), rollout_num_gpus=2)
+            run_config(sglang_config=groups_file(tmp_path, *groups, **model), rollout_num_gpus=2)
         )
 
 
@@ -360,8 +350,8 @@ def test_a_policy_alone_is_no_teacher(tmp_path: Path) -> None:
     path = models_file(tmp_path, {"name": "actor"})
     flags = {"sglang_config": path, "rollout_num_gpus": 1, "use_opd": True}
     with pytest.raises(UserError, match="--use-opd has no teacher"):
-        check_teachers(config_of(**flags))
-    check_teachers(config_of(**flags, custom_rm_path="a.b"))  # it may score
+        check_teachers(run_config(**flags))
+    check_teachers(run_config(**flags, custom_rm_path="a.b"))  # it may score
 
 
 def test_a_key_that_chooses_the_only_model_is_warned_of(
@@ -370,10 +360,10 @@ def test_a_key_that_chooses_the_only_model_is_warned_of(
     kept = {"model_path": "m", "update_weights": False}
     models = [{"name": "actor"}, {"name": "judge"} | kept, {"name": "other"} | kept]
     flags = {"rollout_num_gpus": 3, "use_opd": True, "opd_teacher_key": "by"}
-    check_teachers(config_of(sglang_config=models_file(tmp_path, *models), **flags))
+    check_teachers(run_config(sglang_config=models_file(tmp_path, *models), **flags))
     assert "--opd-teacher-key" not in caplog.text
     flags["rollout_num_gpus"] = 2
-    check_teachers(config_of(sglang_config=models_file(tmp_path, *models[:2]), **flags))
+    check_teachers(run_config(sglang_config=models_file(tmp_path, *models[:2]), **flags))
     assert "--opd-teacher-key by has no effect: there is one teacher, judge" in caplog.text
 
 
@@ -385,7 +375,7 @@ def test_every_model_has_engines_of_its_own(tmp_path: Path) -> None:
         "server_groups": [{"num_gpus": 2}],
     }
     first = {"name": "first", "update_weights": False}
-    config = config_of(
+    config = run_config(
         sglang_config=models_file(tmp_path, judge, {"name": "actor"}, first),
         rollout_num_gpus=4,
         hf_checkpoint="m",
@@ -422,14 +412,14 @@ def test_models_that_cannot_be_told_apart_are_refused(
     tmp_path: Path, models: list, expected: str
 ) -> None:
     with pytest.raises(UserError, match=expected):
-        served_models(config_of(sglang_config=models_file(tmp_path, *models), rollout_num_gpus=2))
+        served_models(run_config(sglang_config=models_file(tmp_path, *models), rollout_num_gpus=2))
 
 
 def test_embedded_engines_serve_several_models_too(tmp_path: Path) -> None:
     judge = {"name": "judge", "model_path": "models/judge"}
     path = models_file(tmp_path, {"name": "actor"}, judge)
-    config = config_of(rollout_engine="embedded", sglang_config=path, rollout_num_gpus=2, fp32=True,
-                       rollout_max_context_len=99)  # fmt: skip
+    flags = {"fp32": True, "rollout_max_context_len": 99}
+    config = run_config(rollout_engine="embedded", sglang_config=path, rollout_num_gpus=2, **flags)
     parts = engine_parts(config, PlacementPlan.of(config), slots_on(3))
     argvs = [engine_of(config).command(config, "m", "h", 1, part.place).argv for part in parts]
     model, dtype = (
@@ -453,7 +443,7 @@ def test_what_embedded_engines_cannot_do_is_refused(
 ) -> None:
     path = groups_file(tmp_path, group)
     with pytest.raises(UserError, match=expected):
-        served_models(config_of(rollout_engine="embedded", sglang_config=path, rollout_num_gpus=2))
+        served_models(run_config(rollout_engine="embedded", sglang_config=path, rollout_num_gpus=2))
 
 
 def test_functions_find_a_model_by_its_name() -> None:
@@ -469,7 +459,7 @@ def test_pairs_of_servers_are_named_to_the_router() -> None:
     from sglang_router.launch_router import parse_router_args
 
     spec = disaggregated_router_command(
-        config_of(), "h", 1, [("http://a:1", 9), ("http://b:1", 8)], ["http://c:1"]
+        run_config(), "h", 1, [("http://a:1", 9), ("http://b:1", 8)], ["http://c:1"]
     )
     args = parse_router_args(spec.argv[3:])
     assert args.pd_disaggregation and args.prefill_urls == [("http://a:1", 9), ("http://b:1", 8)]
@@ -498,7 +488,7 @@ def test_a_server_that_does_not_come_up_shows_its_last_words(
     tmp_path: Path, flags: dict[str, Any], env: dict[str, str], said: str
 ) -> None:
     model = save_tiny_model(tmp_path / "tiny", "qwen3")
-    server = process_of(config_of(**flags), model, tmp_path, ONE_GPU, **env)
+    server = process_of(run_config(**flags), model, tmp_path, ONE_GPU, **env)
     server.process.start()
     with pytest.raises(ServerDied, match="ended with exit status 1 before it was ready") as caught:
         server.process.wait_ready()
@@ -578,7 +568,7 @@ def test_what_adapters_cannot_have_is_refused(
     tmp_path: Path, flags: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(UserError, match=expected):
-        sglang_command(config_of(**lora(tmp_path, **flags)), "m", "h", 1)
+        sglang_command(run_config(**lora(tmp_path, **flags)), "m", "h", 1)
 
 
 @pytest.mark.parametrize(
@@ -596,6 +586,6 @@ def test_what_adapters_cannot_have_is_refused(
 def test_batches_without_cuda_graphs_are_told(
     flags: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = config_of(rollout_batch_size=16, n_samples_per_prompt=8, hf_checkpoint="m", **flags)
+    config = run_config(rollout_batch_size=16, n_samples_per_prompt=8, hf_checkpoint="m", **flags)
     preflight.warn_of_small_graphs(config)
     assert [("to 128 requests at once" in line) for line in caplog.messages] == [True] * warns

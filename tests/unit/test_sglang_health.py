@@ -15,7 +15,6 @@ import pytest
 
 from slime.cluster.engine_actor import ServerExit, raise_server_exit
 from slime.cluster.server_process import ServerProcess, exception_line
-from slime.config import make_config
 from slime.engines.health import HealthChecks
 from slime.engines.kinds import engine_kind
 from slime.engines.launch import ONE_GPU, EnginePlace, LaunchSpec
@@ -23,21 +22,11 @@ from slime.engines.sglang.command import HEALTH_GENERATES, check_sglang, sglang_
 from slime.errors import RunFailed, UserError
 from tests.support.embedded_models import save_tiny_model
 from tests.support.processes import wait_until
-from tests.support.sglang_servers import FakeSGLang, fake_sglang
+from tests.support.sglang_servers import FakeSGLang, fake_sglang, run_config
 
 pytestmark = pytest.mark.usefixtures("sglang_stand_in")
 
 POINTER = "ValueError: Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)"
-
-
-def config_of(**flags: Any) -> Any:
-    defaults = {
-        "rollout_batch_size": 4,
-        "num_rollout": 1,
-        "hf_checkpoint": "m",
-        "rollout_engine": "sglang",
-    }
-    return make_config(**{**defaults, **flags})
 
 
 # -- who may make an engine generate ---------------------------------------------------------------
@@ -50,7 +39,7 @@ def config_of(**flags: Any) -> Any:
 def test_the_routers_question_needs_no_token_and_ours_does(
     flags: dict[str, Any], place: EnginePlace
 ) -> None:
-    config = config_of(**flags)
+    config = run_config(**flags)
     spec = sglang_command(config, "m", "h", 1, place)
     assert spec.env[HEALTH_GENERATES] == "false"
     assert spec.health_path == HealthChecks.of(config)._path == "/health_generate"
@@ -62,22 +51,22 @@ def test_a_user_who_wants_it_otherwise_gets_it_where_memory_stays(
 ) -> None:
     monkeypatch.setenv(HEALTH_GENERATES, said)
     for flags in ({}, {"colocate": True, "offload_rollout": False}):
-        assert sglang_command(config_of(**flags), "m", "h", 1).env[HEALTH_GENERATES] == said
+        assert sglang_command(run_config(**flags), "m", "h", 1).env[HEALTH_GENERATES] == said
     with pytest.raises(
         UserError, match=f"{HEALTH_GENERATES}={said} does not go with --offload-rollout"
     ) as refused:
-        check_sglang(config_of(colocate=True))
+        check_sglang(run_config(colocate=True))
     assert f"unset {HEALTH_GENERATES}" in refused.value.fix
     monkeypatch.setenv(HEALTH_GENERATES, "False")
-    check_sglang(config_of(colocate=True))
+    check_sglang(run_config(colocate=True))
 
 
 def test_the_router_may_not_ask_where_every_answer_is_a_token() -> None:
-    check_sglang(config_of(router_health_check_endpoint="/health_generate"))
+    check_sglang(run_config(router_health_check_endpoint="/health_generate"))
     with pytest.raises(
         UserError, match="--router-health-check-endpoint /health_generate does not go with"
     ):
-        check_sglang(config_of(colocate=True, router_health_check_endpoint="/health_generate"))
+        check_sglang(run_config(colocate=True, router_health_check_endpoint="/health_generate"))
 
 
 # -- an engine whose memory is away ----------------------------------------------------------------
@@ -87,7 +76,7 @@ def test_the_router_may_not_ask_where_every_answer_is_a_token() -> None:
 def server(tmp_path: Path) -> Iterator[FakeSGLang]:
     model = save_tiny_model(tmp_path / "tiny", "qwen3")
     with fake_sglang(
-        config_of(colocate=True, hf_checkpoint=str(model)), model, tmp_path, ONE_GPU
+        run_config(colocate=True, hf_checkpoint=str(model)), model, tmp_path, ONE_GPU
     ) as [server]:
         yield server
 

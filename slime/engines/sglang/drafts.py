@@ -3,8 +3,8 @@ verifies.
 
 Verification keeps the policy's distribution whatever the draft proposes (Leviathan et al. 2022,
 https://arxiv.org/abs/2211.17192), so tokens and log-probs are the policy's. Pushes update the
-policy alone (`slime.engines.api.ONLY_THE_POLICY`): the draft keeps the weights of the start, and
-accepted drafts become fewer as the policy moves away.
+policy alone (`slime.engines.api.ONLY_THE_POLICY`): the draft keeps the weights of the start, so
+that it may match the policy less and less.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def check_drafts(config: Config, options: Mapping[str, Any], named: Callable[[st
                 "belong to another distribution than the tokens",
                 fix="leave it out",
             )
-    if float(os.environ.get(_SIMULATION) or 0) > 0:
+    if os.environ.get(_SIMULATION, "") not in ("", "0", "-1"):
         raise UserError(
             f"{_SIMULATION}={os.environ[_SIMULATION]} invents tokens",
             why="SGLang then accepts drafts without verifying them",
