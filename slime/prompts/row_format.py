@@ -389,9 +389,10 @@ def _with_images(
 
 
 def _check_teacher_prompt(prompt: Prompt, form: RowFormat, placeholder: str) -> None:
-    """
+    """Check the images of a row's own prompt for the teacher.
+
     Raises:
-        RowProblem: the row has a prompt for the teacher with images that the row's prompt lacks.
+        RowProblem: it has images that the row's prompt lacks.
     """
     given = prompt.metadata.get(form.teacher_prompt_key) if form.teacher_prompt_key else None
     if given is None:
@@ -408,9 +409,10 @@ def _check_teacher_prompt(prompt: Prompt, form: RowFormat, placeholder: str) -> 
 
 
 def _check_places(text: str | Messages, placeholder: str, num_images: int) -> None:
-    """
+    """Check that a prompt or an answer has a placeholder for each image.
+
     Raises:
-        RowProblem: a prompt or an answer has another number of placeholders than of images.
+        RowProblem: the numbers differ.
     """
     written = count_images(text, placeholder)
     if written != num_images:
