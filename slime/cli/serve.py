@@ -279,7 +279,8 @@ def serving(
 
 
 def _check_modules(adapter: Path, base: Path) -> None:
-    """
+    """Check that engines apply all of an adapter.
+
     Raises:
         UserError: an adapter of a module that engines apply none to, such as a router.
     """

@@ -55,7 +55,8 @@ def _has_critic_gpus(draft: Draft) -> bool:
 
 
 def _check_divisible(draft: Draft, role: str) -> None:
-    """
+    """Check the number of GPUs of a role.
+
     Raises:
         UserError: the number of GPUs of a role is not a multiple of its model-parallel size.
     """

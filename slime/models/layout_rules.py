@@ -150,7 +150,8 @@ def check_critic_layout(spec: ModelSpec, config: Config) -> None:
 
 
 def _check_levels(spec: ModelSpec, config: Config) -> None:
-    """
+    """Check that the first pipeline stage adds all features of images.
+
     Raises:
         UserError: features of images would be added after layers of the second stage.
     """
@@ -168,7 +169,8 @@ def _check_levels(spec: ModelSpec, config: Config) -> None:
 
 
 def _check_bidirectional(spec: ModelSpec, config: Config) -> None:
-    """
+    """Check that the attention follows the model's images.
+
     Raises:
         UserError: tokens of images attend to later ones, which Transformer Engine is not told.
     """

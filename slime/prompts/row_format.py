@@ -80,7 +80,8 @@ class RowFormat:
     label_flag: str = "--label-key"
 
     def __post_init__(self) -> None:
-        """
+        """Check the arguments of the chat template.
+
         Raises:
             UserError: the chat template is given an argument that is not the user's to give.
         """
@@ -298,7 +299,8 @@ _LEAST_REPEATED = 16
 def _unread_parts(
     row: dict[str, Any], unread: Iterable[str], prompt: str | Messages, form: RowFormat
 ) -> list[RowProblem]:
-    """
+    """Remark on parts of a prompt in columns that nothing reads.
+
     Args:
         unread: the columns that nothing reads.
     """

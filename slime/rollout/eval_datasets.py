@@ -169,7 +169,8 @@ def eval_datasets(config: Config) -> list[EvalDataset]:
 
 
 def _check_sampling(dataset: EvalDataset) -> None:
-    """
+    """Check the sampling parameters of an evaluation set.
+
     Raises:
         UserError: engines would refuse the parameters of its requests.
     """

@@ -364,7 +364,8 @@ async def _call_engine(state: GenerateState, sample: Sample, params: dict[str, A
 
 
 def _check_prompt_length(state: GenerateState, sample: Sample, result: GenerateResult) -> None:
-    """
+    """Check that the engine has read the prompt token by token.
+
     Raises:
         UserError: the engine counts another number of prompt tokens.
     """
@@ -381,7 +382,8 @@ def _check_prompt_length(state: GenerateState, sample: Sample, result: GenerateR
 
 
 def _check_sampling_mask(state: GenerateState, result: GenerateResult) -> None:
-    """
+    """Check that the engine has returned sampling masks.
+
     Raises:
         UserError: the engine was asked for sampling masks and returned none.
     """

@@ -486,7 +486,8 @@ class RemainingRows:
                 self._tell(*receiver.recv())
 
     def _tell(self, path: str, problems: Problems, num_rows: int) -> None:
-        """
+        """Log problems of a file as they are found, and its warnings at the end.
+
         Args:
             num_rows: number of checked rows; 0 while the check continues.
         """

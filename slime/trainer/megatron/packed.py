@@ -726,7 +726,8 @@ def _blocks_by_length(lengths: Sequence[int], kinds: Sequence[bool]) -> list[lis
 def _block(
     branches: Sequence[Sequence[int]], length: int, images: Tensor | None = None
 ) -> AttentionBlock:
-    """
+    """Return the attention block of branches, padded to one length.
+
     Args:
         images: int64 [sequences, length], as in `padded_layout`.
     """
