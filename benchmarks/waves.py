@@ -46,7 +46,7 @@ def ends(args: argparse.Namespace, num_steps: int, begun: int) -> list[float]:
 
     def generate(until: float) -> None:
         while engine.next_end() <= until:
-            left[engine.finish().rollout] -= 1
+            left[engine.finish().group] -= 1
 
     for rollout in range(args.ahead):
         begin(rollout, 0.0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,12 +88,12 @@ class Request(NamedTuple):
     """One response to generate.
 
     Attributes:
-        rollout: number of the rollout.
+        group: number of the group that it belongs to.
         prompt, response: tokens.
         prefill: tokens of the prompt that are not cached yet.
     """
 
-    rollout: int
+    group: int
     prompt: int
     response: int
     prefill: int
@@ -158,6 +159,25 @@ class SimulatedEngine:
         self.advance(now)
         self.time += seconds
 
+    def stop(self, groups: Collection[int], now: float) -> list[Request]:
+        """Abort the requests of some groups; return what is left of each, which has to prefill
+        what it has generated."""
+        self.advance(now)
+        left = [one for one in self._waiting if one.group in groups]
+        self._waiting = deque(one for one in self._waiting if one.group not in groups)
+        running, self._running = self._running, []
+        for end, request in running:
+            if request.group not in groups:
+                self._running.append((end, request))
+                continue
+            missing = max(1, math.ceil(end - self._iteration))
+            tokens = request.prompt + request.response - missing
+            left.append(Request(request.group, tokens, missing, tokens))
+            self._cached = max(0.0, self._cached - tokens)
+        heapq.heapify(self._running)
+        self._admit()
+        return left
+
     def _admit(self) -> None:
         while self._waiting and (
             not self._running
@@ -189,6 +209,12 @@ class Fleet:
         for engine in self.engines:
             engine.stall(now, seconds)
         self._update_ends()
+
+    def stop(self, groups: Collection[int], now: float) -> list[Request]:
+        """Abort the requests of some groups on all engines; see `SimulatedEngine.stop`."""
+        left = [one for engine in self.engines for one in engine.stop(groups, now)]
+        self._update_ends()
+        return left
 
     def next_end(self) -> float:
         return self._ends[0][0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -40,7 +40,7 @@ class Workload:
     """What one step generates and trains on.
 
     Attributes:
-        prompts, samples: prompts per rollout, and responses per prompt.
+        prompts, samples: groups per rollout, and responses per group.
         prompt_tokens: tokens of a prompt.
         lengths: tokens of responses, repeated in this order.
         updates: optimizer steps per rollout.
@@ -48,6 +48,9 @@ class Workload:
         ahead: rollouts ahead of the trainer (--async-buffer-size).
         in_flight: pushes interrupt responses instead of waiting for them.
         interval: rollouts from one push to the next (--update-weights-interval).
+        drawn: groups that a rollout begins with, until ``prompts`` of them have ended
+            (--over-sampling-batch-size); 0 for ``prompts``.
+        partial: groups that are put back keep what they have generated (--partial-rollout).
     """
 
     prompts: int
@@ -59,16 +62,19 @@ class Workload:
     ahead: int = 0
     in_flight: bool = False
     interval: int = 1
+    drawn: int = 0
+    partial: bool = False
 
     @staticmethod
     def of(config: Config, lengths: Sequence[int], prompt_tokens: int) -> Workload:
         """Read the flags."""
         algorithm = config.algorithm
         train = config.train
+        rollout = config.rollout
         scores_old = train.num_steps_per_rollout > 1 and not algorithm.use_rollout_logprobs
         return Workload(
-            prompts=config.rollout.rollout_batch_size,
-            samples=config.rollout.n_samples_per_prompt,
+            prompts=rollout.rollout_batch_size,
+            samples=rollout.n_samples_per_prompt,
             prompt_tokens=prompt_tokens,
             lengths=lengths,
             updates=train.num_steps_per_rollout,
@@ -76,12 +82,19 @@ class Workload:
             ahead=config.sync.async_buffer_size,
             in_flight=config.sync.update_weights_in_flight,
             interval=config.sync.update_weights_interval,
+            # in deterministic mode a rollout takes the first groups that it has drawn
+            drawn=0 if rollout.deterministic else rollout.over_sampling_batch_size,
+            partial=rollout.partial_rollout,
         )
 
-    def rollout(self, number: int) -> list[Request]:
-        """Requests of a rollout. Only the first request of a prompt prefills it."""
-        size = self.prompts * self.samples
-        indices = range(number * size, (number + 1) * size)
+    @property
+    def draws(self) -> int:
+        """Groups that a rollout begins with."""
+        return max(self.prompts, self.drawn)
+
+    def group(self, number: int) -> list[Request]:
+        """Requests of a group. Only the first one prefills the prompt."""
+        indices = range(number * self.samples, (number + 1) * self.samples)
         return [
             Request(
                 number,
@@ -91,6 +104,11 @@ class Workload:
             )
             for index in indices
         ]
+
+    def rollout(self, number: int) -> list[Request]:
+        """Requests of a rollout that takes groups in their order."""
+        groups = range(number * self.prompts, (number + 1) * self.prompts)
+        return [request for group in groups for request in self.group(group)]
 
     def tokens(self, number: int) -> list[int]:
         """Tokens of each sample of a rollout, including its prompt."""
@@ -153,8 +171,9 @@ def simulate(
     speed = EngineSpeed.of(facts.engine, cost, rates, gpu_bytes)
     part = _part(work, facts.placement.num_engines)
     fleet = Fleet(speed, facts.placement.num_engines // part)
-    first = max(1, work.ahead)
-    wanted = waves * first if work.ahead else _STEPS
+    cycle = -(-work.draws // work.prompts)  # the groups of a rollout last for so many steps
+    first = max(cycle, work.ahead)
+    wanted = waves * first if work.ahead else cycle * -(-_STEPS // cycle)
     count = first + -(-wanted // work.interval) * work.interval  # whole intervals between pushes
     trained = (_trained_seconds(facts, work, cost, rates, number) for number in itertools.count())
     steps = list(itertools.islice(_steps(facts, work, rates, fleet, part, trained), count))
@@ -194,55 +213,38 @@ def _steps(
 ) -> Iterator[Step]:
     push_seconds = _push_seconds(facts, rates, work.in_flight)
     memory = _memory_seconds(facts, rates)
-    left = Counter[int]()
-    begun = dict[int, float]()
-    ended = dict[int, float]()
-
-    generated = replace(work, prompts=work.prompts // part)
-
-    def begin(number: int, now: float) -> None:
-        requests = generated.rollout(number)
-        left[number] = len(requests)
-        begun[number] = now
-        fleet.add(requests, now)
-
-    def generate(until: float) -> None:
-        """Process all ends of responses up to ``until``."""
-        while fleet.next_end() <= until:
-            time, request = fleet.finish()
-            left[request.rollout] -= 1
-            if not left[request.rollout]:
-                ended[request.rollout] = time
-
+    rollouts = _Rollouts(
+        replace(work, prompts=work.prompts // part, drawn=work.draws // part), fleet
+    )
     now = 0.0
     for number in range(max(1, work.ahead)):
-        begin(number, now)
+        rollouts.begin(number, now)
     for number in itertools.count():
         started = now
-        while number not in ended:
-            generate(fleet.next_end())
-        now = max(now, ended[number])
+        while number not in rollouts.ended:
+            rollouts.generate(fleet.next_end())
+        now = max(now, rollouts.ended[number])
         waiting = now - started
         if work.ahead:
-            begin(number + work.ahead, now)
+            rollouts.begin(number + work.ahead, now)
         trainer = next(trained)
         lengths = [request.response for request in work.rollout(number)]
         handover = _HANDOVER + _HANDOVER_PER_TOKEN * sum(work.tokens(number))
         now += trainer.total + handover + memory
-        generate(now)
+        rollouts.generate(now)
         push = 0.0 if (number + 1) % work.interval else push_seconds
         if push and work.ahead and not work.in_flight:  # the push waits for all responses
             while any(engine.load for engine in fleet.engines):
-                generate(fleet.next_end())
+                rollouts.generate(fleet.next_end())
             drained = max(engine.time for engine in fleet.engines)
             waiting += max(0.0, drained - now)
             now = max(now, drained)
         fleet.stall(now, push)
         now += push
         if not work.ahead:
-            begin(number + 1, now)
+            rollouts.begin(number + 1, now)
         yield Step(
-            generation=ended[number] - begun[number],
+            generation=rollouts.ended[number] - rollouts.begun[number],
             waiting=waiting,
             trainer=trainer,
             push=push,
@@ -252,6 +254,68 @@ def _steps(
             longest=max(lengths),
             tokens=sum(lengths),
         )
+
+
+class _Rollouts:
+    """The groups of each rollout on a fleet, and those that were put back.
+
+    Attributes:
+        begun, ended: by rollout, when it began and when enough of its groups had ended.
+    """
+
+    def __init__(self, work: Workload, fleet: Fleet) -> None:
+        self.begun = dict[int, float]()
+        self.ended = dict[int, float]()
+        self._work = work
+        self._fleet = fleet
+        self._new = itertools.count()
+        self._put_back = deque[tuple[int, list[Request]]]()
+        self._rollout_of = dict[int, int]()  # groups that have not ended
+        self._left = Counter[int]()  # responses of a group that have not ended
+        self._taken = Counter[int]()  # groups of a rollout that have ended
+
+    def begin(self, number: int, now: float) -> None:
+        """Draw groups, first those that were put back."""
+        self.begun[number] = now
+        groups = [self._draw() for _ in range(self._work.draws)]
+        for group, requests in groups:
+            self._rollout_of[group] = number
+            self._left[group] = len(requests)
+        self._fleet.add([request for _, requests in groups for request in requests], now)
+        for group, requests in groups:
+            if not requests and group in self._rollout_of:
+                self._take(group, now)
+
+    def generate(self, until: float) -> None:
+        """Process all ends of responses up to ``until``."""
+        while self._fleet.next_end() <= until:
+            time, request = self._fleet.finish()
+            self._left[request.group] -= 1
+            if not self._left[request.group]:
+                self._take(request.group, time)
+
+    def _draw(self) -> tuple[int, list[Request]]:
+        if self._put_back:
+            return self._put_back.popleft()
+        group = next(self._new)
+        return group, self._work.group(group)
+
+    def _take(self, group: int, time: float) -> None:
+        """A group has ended. The last one that its rollout needs ends the rollout."""
+        number = self._rollout_of.pop(group)
+        self._taken[number] += 1
+        if self._taken[number] < self._work.prompts:
+            return
+        self.ended[number] = time
+        rest = [other for other, rollout in self._rollout_of.items() if rollout == number]
+        left = {other: list[Request]() for other in rest}
+        for request in self._fleet.stop(left, time):
+            left[request.group].append(request)
+        for other in rest:
+            del self._rollout_of[other]
+            ended = not self._left[other]
+            kept = self._work.partial or ended
+            self._put_back.append((other, left[other] if kept else self._work.group(other)))
 
 
 def _push_seconds(facts: Facts, rates: Rates, in_flight: bool) -> float:

@@ -347,6 +347,44 @@ def test_requests_wait_for_a_full_cache() -> None:
     assert ends[2] == pytest.approx(3 * ends[0], rel=0.2)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 900), min_size=2, max_size=30), st.integers(0, 10))
+def test_stopped_requests_have_left_what_they_did_not_generate(
+    lengths: list[int], ended: int
+) -> None:
+    engine = SimulatedEngine(SPEED)
+    for number, length in enumerate(lengths):
+        engine.add(Request(number, 700, length, 0), 0.0)
+    over = {engine.finish().group for _ in range(min(ended, len(lengths) - 1))}
+    stopped = {number for number in range(len(lengths)) if number % 2 and number not in over}
+    left = engine.stop(stopped, engine.time)
+    assert {request.group for request in left} == stopped
+    for request in left:
+        assert request.prompt + request.response == 700 + lengths[request.group]
+        assert request.response >= 1
+        assert request.prefill in (0, request.prompt)  # 0: it had not begun
+    rest = [engine.finish().group for _ in range(engine.load)]
+    assert sorted(rest) == sorted(set(range(len(lengths))) - over - stopped)
+
+
+def test_drawing_more_groups_saves_time_if_they_are_finished_later(tmp_path: Path) -> None:
+    lengths = [500] * 7 + [8000]  # one response of each second group
+
+    def waits(**flags: Any) -> list[float]:
+        shared = {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "colocate": True}
+        run = Run(tmp_path, QWEN3_1_7B, actor_num_gpus_per_node=1, **shared, **flags)
+        return [step.waiting for step in run.steps(H200, lengths, 256)]
+
+    whole = waits()
+    drawn = waits(over_sampling_batch_size=8)
+    partial = waits(over_sampling_batch_size=8, partial_rollout=True)
+    # long groups gather in the end, since each rollout begins with those that were put back;
+    # more of them run at a time, and all but the chosen ones were generated in vain
+    assert min(drawn) > max(whole)
+    assert sum(partial) / len(partial) < 0.8 * min(whole)
+    assert waits(over_sampling_batch_size=4, partial_rollout=True) == whole
+
+
 def test_experts_are_read_as_tokens_need_them() -> None:
     sparse = EngineSpeed(1e-3, 8e-3, 8 / 128, 0.0, 0.0, 0.0, 1e6)
     assert sparse.iteration(1) == pytest.approx(1e-3 + 8e-3 * 8 / 128, rel=0.03)
