@@ -1,5 +1,5 @@
 """DeepSeek-V2-Lite (``DeepseekV2ForCausalLM``): DeepSeek-V3's attention and tensors, with a softmax
-router without bias or groups."""
+router without bias. The choice by groups of DeepSeek-V2 is refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     # transformers ignores these two fields in this family
     config = {**_DEFAULTS, **config, "moe_layer_freq": 1, "num_nextn_predict_layers": 0}
     refuse(config, "mlp_bias", "the experts of this family have no biases")
-    return latent_spec(config, "deepseek_v2", _router(config))
+    return latent_spec(config, _router(config))
 
 
 def _router(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""EXAONE 4 (``Exaone4ForCausalLM``): norms after attention and MLP instead of before them, norms on
+"""EXAONE 4 (``Exaone4ForCausalLM``): norms after attention and MLP instead of before them; norms on
 queries and keys; in models with a window, layers of full attention have no rotary embedding."""
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     kinds = layer_kinds(config, _default_kinds(config))
     return decoder_spec(
         config,
-        "exaone4",
         qk_layernorm=True,
         pre_norms=False,
         post_norms=True,

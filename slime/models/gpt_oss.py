@@ -1,5 +1,7 @@
-"""gpt-oss (``GptOssForCausalLM``): attention with sinks, and a window in every second layer;
-experts with clamped gated units in all layers; biases on every matrix of a layer."""
+"""gpt-oss-20b, gpt-oss-120b (``GptOssForCausalLM``): attention with sinks, a window in every second
+layer, YaRN; experts in all layers, as stacks, with clamped gated units; biases on every matrix of a
+layer. Files in MXFP4 are read as plain weights (docs/quantisation.md#mxfp4). Only attention can
+have adapters."""
 
 from __future__ import annotations
 
@@ -71,7 +73,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     }
     return decoder_spec(
         {**config, "hidden_act": "quick_gelu"},
-        "gpt_oss",
         default_rotary_base=150000.0,
         add_qkv_bias=bias,
         output_bias=bias,

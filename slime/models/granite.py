@@ -1,5 +1,5 @@
-"""Granite 3 (``GraniteForCausalLM``): Llama with factors on embeddings, attention scores, residual
-branches and logits."""
+"""Granite 3.x, dense (``GraniteForCausalLM``): Llama with factors on embeddings, attention scores,
+residual branches and logits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     bias = bool(config.get("attention_bias"))
     return decoder_spec(
         config,
-        "granite",
         add_qkv_bias=bias,
         output_bias=bias,
         mlp_bias=bool(config.get("mlp_bias")),

@@ -1,5 +1,5 @@
-"""Hunyuan dense, 0.5B to 7B (``HunYuanDenseV1ForCausalLM``): norms on queries and keys after their
-rotation, whose base may be scaled by ``alpha``."""
+"""Hunyuan 0.5B to 7B (``HunYuanDenseV1ForCausalLM``): norms on queries and keys after their
+rotation; ``alpha`` of a rotary scaling of type ``dynamic`` scales the base."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     bias = bool(config.get("attention_bias"))
     return decoder_spec(
         config,
-        "hunyuan_v1_dense",
         add_qkv_bias=bias,
         output_bias=bias,
         qk_layernorm=True,

@@ -1,4 +1,5 @@
-"""Llama 2 and 3, SmolLM2 and all other models saved as ``LlamaForCausalLM``."""
+"""Llama 2, Llama 3, SmolLM2 and all other models saved as ``LlamaForCausalLM``: biases on attention
+(``attention_bias``) and MLP (``mlp_bias``) if config.json sets these fields."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
 def _spec(config: dict[str, Any]) -> ModelSpec:
     bias = bool(config.get("attention_bias"))
     return decoder_spec(
-        config, "llama", add_qkv_bias=bias, output_bias=bias, mlp_bias=bool(config.get("mlp_bias"))
+        config, add_qkv_bias=bias, output_bias=bias, mlp_bias=bool(config.get("mlp_bias"))
     )
 
 

@@ -1,4 +1,5 @@
-"""Mixtral (``MixtralForCausalLM``): Mistral with experts and a softmax router in all layers."""
+"""Mixtral 8x7B and 8x22B (``MixtralForCausalLM``): Mistral with experts in all layers, chosen by a
+softmax router."""
 
 from __future__ import annotations
 
@@ -43,7 +44,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     }
     return decoder_spec(
         config,
-        "mixtral",
         default_rotary_base=1e6,
         moe_layer_freq=moe_layer_freq([True] * int(require(config, "num_hidden_layers"))),
         **softmax_router(routed),

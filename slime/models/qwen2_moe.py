@@ -1,5 +1,5 @@
-"""Qwen1.5-MoE and Qwen2-MoE (``Qwen2MoeForCausalLM``): Qwen2's attention, experts with a softmax
-router, and a shared expert with a gate per token."""
+"""Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B (``Qwen2MoeForCausalLM``): Qwen2's attention, experts chosen by
+a softmax router, and a shared expert with a gate per token."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     window = config["sliding_window"] if is_on else None
     return decoder_spec(
         config,
-        "qwen2_moe",
         add_qkv_bias=bool(config["qkv_bias"]),
         moe_layer_freq=sparse_step_layers(config),
         moe_shared_expert_intermediate_size=int(config["shared_expert_intermediate_size"]),

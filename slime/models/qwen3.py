@@ -1,4 +1,5 @@
-"""Qwen3 (dense): no biases, an RMS norm over each query and key head."""
+"""Qwen3, dense (``Qwen3ForCausalLM``): a norm over each query and key head; ``attention_bias`` puts
+biases on all four projections of attention."""
 
 from __future__ import annotations
 
@@ -17,7 +18,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     bias = bool(config.get("attention_bias"))
     return decoder_spec(
         config,
-        "qwen3",
         qk_layernorm=True,
         add_qkv_bias=bias,
         output_bias=bias,

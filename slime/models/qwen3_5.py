@@ -1,5 +1,6 @@
-"""Qwen3.5, 3.6 and 3.8, dense: Qwen3-Next's layers, with the projections of gated delta nets in
-four matrices.
+"""Qwen3.5 and 3.6, dense; Qwen3.8-27B: Qwen3-Next's layers, with the projections of gated delta
+nets in four matrices. With ``--multimodal-keys`` they see images (docs/images.md). Without it the
+text part is trained, and an export copies the vision tower.
 
 Text models (``Qwen3_5ForCausalLM``) have the usual names. Vision models
 (``Qwen3_5ForConditionalGeneration``) have their decoder in ``model.language_model`` and describe it
@@ -27,15 +28,12 @@ _DEFAULTS = {
 
 
 def _text_spec(config: dict[str, Any]) -> ModelSpec:
-    return _dense_spec({**_DEFAULTS, **config}, "qwen3_5_text")
+    config = {**_DEFAULTS, **config}
+    return hybrid_spec(config, **gates(config))
 
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
-    return _dense_spec({**_DEFAULTS, **text_config(config)}, "qwen3_5")
-
-
-def _dense_spec(config: dict[str, Any], family: str) -> ModelSpec:
-    return hybrid_spec(config, family, **gates(config))
+    return _text_spec(text_config(config))
 
 
 _RULES = (*OUTER_RULES, *GATED_ATTENTION.rules, *SPLIT_DELTA_RULES, *MLP_RULES)

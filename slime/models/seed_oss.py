@@ -1,4 +1,4 @@
-"""Seed-OSS (``SeedOssForCausalLM``): Llama with biases on query, key and value."""
+"""Seed-OSS-36B (``SeedOssForCausalLM``): Llama with biases on query, key and value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     config = {**_DEFAULTS, **config}
     return decoder_spec(
         config,
-        "seed_oss",
         add_qkv_bias=bool(config["attention_bias"]),
         output_bias=bool(config.get("attention_out_bias")),
         mlp_bias=bool(config.get("mlp_bias")),

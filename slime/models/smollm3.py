@@ -1,4 +1,4 @@
-"""SmolLM3 (``SmolLM3ForCausalLM``): Llama with layers that have no rotary embedding."""
+"""SmolLM3-3B (``SmolLM3ForCausalLM``): Llama without rotary embedding in every fourth layer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     bias = bool(config.get("attention_bias"))
     return decoder_spec(
         config,
-        "smollm3",
         default_rotary_base=_BASE,
         add_qkv_bias=bias,
         output_bias=bias,

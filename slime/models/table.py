@@ -179,7 +179,8 @@ class ModelFamily:
         model_types: values of ``model_type`` in config.json.
         architectures: class names accepted if no family has the ``model_type``.
         rules: the table.
-        make_spec: config dict → ModelSpec; raises UserError for unsupported settings.
+        make_spec: config dict → ModelSpec, whose ``family`` is still empty; raises UserError for
+            unsupported settings.
         ignored: regular expressions (full match) of Hugging Face tensors that are not loaded. A
             group named ``mtp_layer`` must match the number of a multi-token-prediction layer after
             the decoder's layers.
@@ -215,7 +216,7 @@ class ModelFamily:
                 family has no implemented vision tower.
         """
         config = read_hf_config(hf_config)
-        spec = self.make_spec(config)
+        spec = replace(self.make_spec(config), family=self.name)
         if not sees(config):
             return spec
         if self.vision is None:
