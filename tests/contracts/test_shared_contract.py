@@ -32,6 +32,8 @@ from slime.config.flags import all_flags
 from slime.engines.api import GenerateResult
 from slime.engines.launch import EnginePlace
 from slime.engines.sglang.command import sglang_command
+from slime.engines.wire.abilities import Abilities
+from slime.errors import UserError
 from slime.models import family_of
 from slime.processes.host import reserve_port
 from slime.weights.sync import WeightSync
@@ -302,6 +304,11 @@ def test_pushed_weights_are_the_ones_that_answer(
         stub, hf_config = stub_of(model, scale)
         config = make_config(hf_checkpoint=str(model), rollout_batch_size=1, num_rollout=1, **flags)
         sync = WeightSync(config, [stub], hf_config, start_version=int(10 * scale))
+        if way not in ("nccl", *Abilities.read(engine.get("/server_info").json).transports):
+            with pytest.raises(UserError, match=f"{way} does not reach the engines"):
+                sync.connect([EngineSlots(engine.url, (0,))])
+            sync.close()
+            return
         sync.connect([EngineSlots(engine.url, (0,))])
         try:
             receipt = sync.push()
