@@ -43,6 +43,7 @@ _NOT_GIVEN = (
     "update_weights_interval",
     "max_staleness", "ref_update_interval", "rollout_request_tokens", "skip_eval_before_train",
     "n_samples_per_eval_prompt", "log_passrate", "dump_details",
+    "disable_wandb_random_suffix",
 )  # fmt: skip
 _NOT_GIVEN_PREFIXES = (
     "save", "no_save", "eval_", "tb_", "use_tensorboard", "debug_",
