@@ -25,6 +25,7 @@ from slime.engines.launch import (
     EngineFootprint,
     EnginePlace,
     LaunchSpec,
+    group_options,
 )
 from slime.engines.model_groups import GroupRules
 from slime.engines.sglang.drafts import check_drafts, draft_model, draft_options
@@ -304,7 +305,7 @@ def _check_override(name: str, value: Any) -> None:
 
 
 def _check_policy(config: Config, overrides: Mapping[str, Any], where: str) -> None:
-    options = {**config.engine.sglang, **overrides}
+    options = group_options(config.engine.sglang, overrides, is_policy=True)
     check_pushes(config, options, where)
     check_adapters(config, options, where)
 
@@ -342,11 +343,7 @@ def sglang_options(
 ) -> dict[str, Any]:
     """Return all options by name: the user's, those of the server group, then ours."""
     is_policy = place.model_path is None
-    given = {**config.engine.sglang, **place.overrides}
-    if not is_policy:  # the command line's draft is the policy's
-        for option in config.engine.sglang.keys() - place.overrides.keys():
-            if option.startswith("speculative_"):
-                del given[option]
+    given = group_options(config.engine.sglang, place.overrides, is_policy=is_policy)
     stages = int(given.get("pp_size") or 1)
     ours: dict[str, Any] = {
         "model_path": place.model_path or model_path,
