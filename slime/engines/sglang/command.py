@@ -399,10 +399,7 @@ def sglang_options(
 def dtype_of(config: Config) -> str:
     """Return SGLang's name for the dtype of the policy's weights: --sglang-dtype, by default the
     trainer's precision."""
-    trained = (
-        "float32" if config.megatron.fp32 else "float16" if config.megatron.fp16 else "bfloat16"
-    )
-    return str(config.engine.sglang.get("dtype") or trained)
+    return str(config.engine.sglang.get("dtype") or config.megatron.dtype)
 
 
 def sglang_footprint(config: Config) -> EngineFootprint:
