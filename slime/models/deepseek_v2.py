@@ -9,7 +9,7 @@ from slime.errors import UserError
 from slime.models.decoder import num_experts
 from slime.models.deepseek_v3 import DEEPSEEK_V3, latent_spec
 from slime.models.spec import ModelSpec, refuse, require
-from slime.models.table import COMPUTED_BUFFERS, ModelFamily
+from slime.models.table import ModelFamily
 
 #: Defaults of transformers' DeepseekV2Config for fields that config.json lacks.
 _DEFAULTS = {
@@ -56,10 +56,8 @@ def _router(config: dict[str, Any]) -> dict[str, Any]:
 
 DEEPSEEK_V2 = ModelFamily(
     name="deepseek_v2",
-    model_types=("deepseek_v2",),
     architectures=("DeepseekV2ForCausalLM",),
     rules=DEEPSEEK_V3.rules,
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
     fused=DEEPSEEK_V3.fused,
 )

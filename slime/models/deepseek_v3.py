@@ -117,7 +117,7 @@ _FUSED_DOWN_PROJECTIONS = FusedLoad(
 
 DEEPSEEK_V3 = ModelFamily(
     name="deepseek_v3",
-    model_types=("deepseek_v3", "kimi_k2"),
+    other_model_types=("kimi_k2",),
     architectures=("DeepseekV3ForCausalLM",),
     rules=OUTER_RULES + LATENT_ATTENTION.rules + MLP_RULES + MOE_RULES,
     make_spec=_spec,

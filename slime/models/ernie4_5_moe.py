@@ -90,7 +90,6 @@ def _with_flat_bias(rule: Rule) -> Rule:
 
 ERNIE4_5_MOE = ModelFamily(
     name="ernie4_5_moe",
-    model_types=("ernie4_5_moe",),
     architectures=("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoEForCausalLM"),
     rules=DENSE_RULES + tuple(_with_flat_bias(rule) for rule in MOE_RULES),
     make_spec=_spec,

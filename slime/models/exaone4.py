@@ -7,7 +7,7 @@ from typing import Any
 
 from slime.models.decoder import FULL, SLIDING, decoder_spec, every_nth_full, layer_kinds, windows
 from slime.models.spec import ModelSpec, require
-from slime.models.table import COMPUTED_BUFFERS, POST_NORM_RULES, ModelFamily
+from slime.models.table import POST_NORM_RULES, ModelFamily
 
 #: Defaults of transformers' Exaone4Config for fields that config.json lacks.
 _DEFAULTS = {
@@ -48,9 +48,7 @@ def _default_kinds(config: dict[str, Any]) -> list[str]:
 
 EXAONE4 = ModelFamily(
     name="exaone4",
-    model_types=("exaone4",),
     architectures=("Exaone4ForCausalLM",),
     rules=POST_NORM_RULES,
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
 )

@@ -20,7 +20,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 GEMMA3 = ModelFamily(
     name="gemma3",
-    model_types=("gemma3",),
     architectures=("Gemma3ForConditionalGeneration",),
     rules=(*under(POST_NORM_RULES), *SIGLIP_TOWER),
     make_spec=_spec,

@@ -15,7 +15,7 @@ from slime.models.decoder import (
     windows,
 )
 from slime.models.spec import ModelSpec, refuse
-from slime.models.table import COMPUTED_BUFFERS, POST_NORM_RULES, ModelFamily
+from slime.models.table import POST_NORM_RULES, ModelFamily
 
 #: Defaults of transformers' Gemma3TextConfig for fields that config.json lacks.
 _DEFAULTS = {
@@ -63,9 +63,7 @@ def gemma3_spec(config: dict[str, Any]) -> ModelSpec:
 
 GEMMA3_TEXT = ModelFamily(
     name="gemma3_text",
-    model_types=("gemma3_text",),
     architectures=("Gemma3ForCausalLM",),
     rules=POST_NORM_RULES,
     make_spec=gemma3_spec,
-    ignored=COMPUTED_BUFFERS,
 )

@@ -10,7 +10,7 @@ from slime.models.layouts import REPLICATED
 from slime.models.mixers import GROUPED_ATTENTION
 from slime.models.rules import HF_LAYER, MEGATRON_LAYER, Rule
 from slime.models.spec import ModelSpec
-from slime.models.table import COMPUTED_BUFFERS, OUTER_RULES, STACKED_MLP_RULES, ModelFamily
+from slime.models.table import OUTER_RULES, STACKED_MLP_RULES, ModelFamily
 
 #: Defaults of transformers' Glm4Config and GlmConfig for fields that config.json lacks.
 _DEFAULTS = {
@@ -45,9 +45,7 @@ def glm_spec(config: dict[str, Any], **extra: Any) -> ModelSpec:
 
 GLM4 = ModelFamily(
     name="glm4",
-    model_types=("glm4",),
     architectures=("Glm4ForCausalLM",),
     rules=OUTER_RULES + GROUPED_ATTENTION.rules + STACKED_MLP_RULES + _POST_NORM_RULES,
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
 )

@@ -43,7 +43,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 GLM4_MOE = ModelFamily(
     name="glm4_moe",
-    model_types=("glm4_moe",),
     architectures=("Glm4MoeForCausalLM",),
     rules=DENSE_RULES + MOE_RULES,
     make_spec=_spec,

@@ -50,7 +50,6 @@ def _sparse_layers(kinds: list[str], num_layers: int) -> list[bool]:
 
 GLM4_MOE_LITE = ModelFamily(
     name="glm4_moe_lite",
-    model_types=("glm4_moe_lite",),
     architectures=("Glm4MoeLiteForCausalLM",),
     rules=DEEPSEEK_V3.rules,
     make_spec=_spec,

@@ -21,7 +21,7 @@ from slime.models.layouts import INTERLEAVED_GATE_UP, REPLICATED, ROW, ParamMapp
 from slime.models.mixers import GROUPED_ATTENTION
 from slime.models.rules import HF_MLP, MLP, Rule, Size
 from slime.models.spec import ModelSpec, require
-from slime.models.table import COMPUTED_BUFFERS, MLP_NORM, OUTER_RULES, ModelFamily
+from slime.models.table import MLP_NORM, OUTER_RULES, ModelFamily
 
 #: Defaults of transformers' GptOssConfig for fields that config.json lacks.
 _DEFAULTS = {
@@ -115,9 +115,7 @@ _EXPERT_RULES = (
 
 GPT_OSS = ModelFamily(
     name="gpt_oss",
-    model_types=("gpt_oss",),
     architectures=("GptOssForCausalLM",),
     rules=(*OUTER_RULES, *GROUPED_ATTENTION.rules, MLP_NORM, *_EXPERT_RULES),
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from slime.models.decoder import decoder_spec
 from slime.models.spec import ModelSpec
-from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
+from slime.models.table import DENSE_RULES, ModelFamily
 
 _MULTIPLIERS = (
     "embedding_multiplier",
@@ -38,9 +38,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 GRANITE = ModelFamily(
     name="granite",
-    model_types=("granite",),
     architectures=("GraniteForCausalLM",),
     rules=DENSE_RULES,
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from slime.models.decoder import decoder_spec
 from slime.models.spec import ModelSpec
-from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
+from slime.models.table import DENSE_RULES, ModelFamily
 
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
@@ -19,9 +19,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 LLAMA = ModelFamily(
     name="llama",
-    model_types=("llama",),
     architectures=("LlamaForCausalLM",),
     rules=DENSE_RULES,
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
 )

@@ -7,7 +7,6 @@ from slime.models.table import ModelFamily
 
 MIMO = ModelFamily(
     name="mimo",
-    model_types=("mimo",),
     architectures=("MiMoForCausalLM",),
     rules=QWEN2.rules,
     make_spec=QWEN2.make_spec,

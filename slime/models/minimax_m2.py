@@ -49,7 +49,6 @@ _NAMES = {**MIXTRAL_NAMES, ".gate.e_score_correction_bias": ".e_score_correction
 
 MINIMAX_M2 = ModelFamily(
     name="minimax_m2",
-    model_types=("minimax_m2",),
     architectures=("MiniMaxM2ForCausalLM",),
     rules=DENSE_RULES + renamed(MOE_RULES, _NAMES),
     make_spec=_spec,

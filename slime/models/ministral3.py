@@ -9,7 +9,7 @@ from typing import Any
 from slime.errors import UserError
 from slime.models.decoder import decoder_spec, windows_everywhere
 from slime.models.spec import ModelSpec, QueryScaling
-from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
+from slime.models.table import DENSE_RULES, ModelFamily
 
 #: Defaults of transformers' Ministral3Config for fields that config.json lacks.
 _DEFAULTS = {
@@ -70,9 +70,7 @@ def _query_scaling(settings: dict[str, Any], config: dict[str, Any]) -> QuerySca
 
 MINISTRAL3 = ModelFamily(
     name="ministral3",
-    model_types=("ministral3",),
     architectures=("Ministral3ForCausalLM",),
     rules=DENSE_RULES,
     make_spec=ministral3_spec,
-    ignored=COMPUTED_BUFFERS,
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from slime.models.decoder import decoder_spec, windows_everywhere
 from slime.models.spec import ModelSpec
-from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
+from slime.models.table import DENSE_RULES, ModelFamily
 
 #: Defaults of transformers' MistralConfig for fields that config.json lacks.
 _DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
@@ -21,9 +21,7 @@ def mistral_spec(config: dict[str, Any]) -> ModelSpec:
 
 MISTRAL = ModelFamily(
     name="mistral",
-    model_types=("mistral",),
     architectures=("MistralForCausalLM",),
     rules=DENSE_RULES,
     make_spec=mistral_spec,
-    ignored=COMPUTED_BUFFERS,
 )

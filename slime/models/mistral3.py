@@ -31,7 +31,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 MISTRAL3 = ModelFamily(
     name="mistral3",
-    model_types=("mistral3",),
     architectures=("Mistral3ForConditionalGeneration",),
     rules=under(DENSE_RULES),
     make_spec=_spec,

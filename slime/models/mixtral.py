@@ -14,7 +14,7 @@ from slime.models.decoder import (
 )
 from slime.models.rules import renamed
 from slime.models.spec import ModelSpec, require
-from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, MOE_RULES, ModelFamily
+from slime.models.table import DENSE_RULES, MOE_RULES, ModelFamily
 
 #: Defaults of transformers' MixtralConfig for fields that config.json lacks.
 _DEFAULTS = {
@@ -53,9 +53,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 MIXTRAL = ModelFamily(
     name="mixtral",
-    model_types=("mixtral",),
     architectures=("MixtralForCausalLM",),
     rules=DENSE_RULES + renamed(MOE_RULES, MIXTRAL_NAMES),
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
 )

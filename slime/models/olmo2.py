@@ -7,7 +7,7 @@ from typing import Any
 
 from slime.models.decoder import decoder_spec
 from slime.models.spec import ModelSpec
-from slime.models.table import COMPUTED_BUFFERS, POST_NORM_RULES, ModelFamily
+from slime.models.table import POST_NORM_RULES, ModelFamily
 
 #: Defaults of transformers' Olmo2Config for fields that config.json lacks.
 _DEFAULTS = {"rms_norm_eps": 1e-5}
@@ -33,9 +33,7 @@ def olmo_spec(config: dict[str, Any], **extra: Any) -> ModelSpec:
 
 OLMO2 = ModelFamily(
     name="olmo2",
-    model_types=("olmo2",),
     architectures=("Olmo2ForCausalLM",),
     rules=POST_NORM_RULES,
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
 )

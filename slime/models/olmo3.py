@@ -35,7 +35,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 OLMO3 = ModelFamily(
     name="olmo3",
-    model_types=("olmo3",),
     architectures=("Olmo3ForCausalLM",),
     rules=OLMO2.rules,
     make_spec=_spec,

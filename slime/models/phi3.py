@@ -11,7 +11,7 @@ from slime.errors import UserError
 from slime.models.decoder import decoder_spec, windows_everywhere
 from slime.models.mixers import STACKED_QKV_RULES
 from slime.models.spec import ModelSpec
-from slime.models.table import COMPUTED_BUFFERS, OUTER_RULES, STACKED_MLP_RULES, ModelFamily
+from slime.models.table import OUTER_RULES, STACKED_MLP_RULES, ModelFamily
 
 #: Defaults of transformers' Phi3Config for fields that config.json lacks.
 _DEFAULTS = {
@@ -53,9 +53,7 @@ def _with_longrope(settings: dict[str, Any]) -> dict[str, Any]:
 
 PHI3 = ModelFamily(
     name="phi3",
-    model_types=("phi3",),
     architectures=("Phi3ForCausalLM",),
     rules=OUTER_RULES + STACKED_QKV_RULES + STACKED_MLP_RULES,
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 from slime.models.decoder import decoder_spec, windows_from_layer
 from slime.models.spec import ModelSpec
-from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
+from slime.models.table import DENSE_RULES, ModelFamily
 
 #: Defaults of transformers' Qwen2Config for fields that config.json lacks.
 _DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
@@ -29,9 +29,7 @@ def qwen2_spec(config: dict[str, Any], default_base: float = 10000.0) -> ModelSp
 
 QWEN2 = ModelFamily(
     name="qwen2",
-    model_types=("qwen2",),
     architectures=("Qwen2ForCausalLM",),
     rules=DENSE_RULES,
     make_spec=qwen2_spec,
-    ignored=COMPUTED_BUFFERS,
 )

@@ -36,7 +36,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 QWEN2_5_VL = ModelFamily(
     name="qwen2_5_vl",
-    model_types=("qwen2_5_vl",),
     architectures=("Qwen2_5_VLForConditionalGeneration",),
     rules=(*DENSE_RULES, *QWEN2_5_TOWER),
     make_spec=_spec,

@@ -18,7 +18,6 @@ from slime.models.layouts import REPLICATED
 from slime.models.rules import HF_MLP, MLP, Rule, renamed
 from slime.models.spec import ModelSpec, require
 from slime.models.table import (
-    COMPUTED_BUFFERS,
     DENSE_RULES,
     MOE_RULES,
     ModelFamily,
@@ -74,9 +73,7 @@ GATED_MOE_RULES = (
 
 QWEN2_MOE = ModelFamily(
     name="qwen2_moe",
-    model_types=("qwen2_moe",),
     architectures=("Qwen2MoeForCausalLM",),
     rules=DENSE_RULES + GATED_MOE_RULES,
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
 )

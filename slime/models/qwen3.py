@@ -7,7 +7,7 @@ from typing import Any
 
 from slime.models.decoder import decoder_spec, windows_from_layer
 from slime.models.spec import ModelSpec
-from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
+from slime.models.table import DENSE_RULES, ModelFamily
 
 #: Defaults of transformers' Qwen3Config for fields that config.json lacks.
 _DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128}
@@ -27,9 +27,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 QWEN3 = ModelFamily(
     name="qwen3",
-    model_types=("qwen3",),
     architectures=("Qwen3ForCausalLM",),
     rules=DENSE_RULES,
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
 )

@@ -40,7 +40,6 @@ _RULES = (*OUTER_RULES, *GATED_ATTENTION.rules, *SPLIT_DELTA_RULES, *MLP_RULES)
 
 QWEN3_5_TEXT = ModelFamily(
     name="qwen3_5_text",
-    model_types=("qwen3_5_text",),
     architectures=("Qwen3_5ForCausalLM",),
     rules=_RULES,
     make_spec=_text_spec,
@@ -50,7 +49,6 @@ QWEN3_5_TEXT = ModelFamily(
 
 QWEN3_5 = ModelFamily(
     name="qwen3_5",
-    model_types=("qwen3_5",),
     architectures=("Qwen3_5ForConditionalGeneration",),
     rules=(*inside(_RULES), *QWEN3_TOWER),
     make_spec=_spec,

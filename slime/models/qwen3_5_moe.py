@@ -56,7 +56,6 @@ _RULES = (
 
 QWEN3_5_MOE_TEXT = ModelFamily(
     name="qwen3_5_moe_text",
-    model_types=("qwen3_5_moe_text",),
     architectures=("Qwen3_5MoeForCausalLM",),
     rules=_RULES,
     make_spec=_text_spec,
@@ -66,7 +65,6 @@ QWEN3_5_MOE_TEXT = ModelFamily(
 
 QWEN3_5_MOE = ModelFamily(
     name="qwen3_5_moe",
-    model_types=("qwen3_5_moe",),
     architectures=("Qwen3_5MoeForConditionalGeneration",),
     rules=(*inside(_RULES), *QWEN3_TOWER),
     make_spec=_spec,

@@ -12,7 +12,7 @@ from slime.models.decoder import (
     windows_everywhere,
 )
 from slime.models.spec import ModelSpec
-from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, MOE_RULES, ModelFamily
+from slime.models.table import DENSE_RULES, MOE_RULES, ModelFamily
 
 #: Defaults of transformers' Qwen3MoeConfig for fields that config.json lacks.
 _DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 4}
@@ -40,9 +40,7 @@ def qwen3_moe_spec(config: dict[str, Any], default_base: float = 10000.0) -> Mod
 
 QWEN3_MOE = ModelFamily(
     name="qwen3_moe",
-    model_types=("qwen3_moe",),
     architectures=("Qwen3MoeForCausalLM",),
     rules=DENSE_RULES + MOE_RULES,
     make_spec=qwen3_moe_spec,
-    ignored=COMPUTED_BUFFERS,
 )

@@ -39,7 +39,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 QWEN3_NEXT = ModelFamily(
     name="qwen3_next",
-    model_types=("qwen3_next",),
     architectures=("Qwen3NextForCausalLM",),
     rules=(
         *OUTER_RULES,

@@ -36,7 +36,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 QWEN3_VL = ModelFamily(
     name="qwen3_vl",
-    model_types=("qwen3_vl",),
     architectures=("Qwen3VLForConditionalGeneration",),
     rules=(*inside(DENSE_RULES), *QWEN3_TOWER),
     make_spec=_spec,

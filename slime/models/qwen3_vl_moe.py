@@ -46,7 +46,6 @@ def _transposed(rule: Rule) -> Rule:
 
 QWEN3_VL_MOE = ModelFamily(
     name="qwen3_vl_moe",
-    model_types=("qwen3_vl_moe",),
     architectures=("Qwen3VLMoeForConditionalGeneration",),
     rules=(*inside([*DENSE_RULES, *map(_transposed, MOE_RULES)]), *QWEN3_TOWER),
     make_spec=_spec,

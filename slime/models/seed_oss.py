@@ -6,7 +6,7 @@ from typing import Any
 
 from slime.models.decoder import decoder_spec
 from slime.models.spec import ModelSpec
-from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
+from slime.models.table import DENSE_RULES, ModelFamily
 
 #: Defaults of transformers' SeedOssConfig for fields that config.json lacks.
 _DEFAULTS = {
@@ -30,9 +30,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 SEED_OSS = ModelFamily(
     name="seed_oss",
-    model_types=("seed_oss",),
     architectures=("SeedOssForCausalLM",),
     rules=DENSE_RULES,
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
 )

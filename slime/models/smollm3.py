@@ -7,7 +7,7 @@ from typing import Any
 from slime.errors import UserError
 from slime.models.decoder import FULL, SLIDING, decoder_spec, layer_kinds, windows
 from slime.models.spec import ModelSpec, require
-from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
+from slime.models.table import DENSE_RULES, ModelFamily
 
 #: Defaults of transformers' SmolLM3Config for fields that config.json lacks.
 _DEFAULTS = {
@@ -56,9 +56,7 @@ def _rotated_layers(config: dict[str, Any]) -> list[bool]:
 
 SMOLLM3 = ModelFamily(
     name="smollm3",
-    model_types=("smollm3",),
     architectures=("SmolLM3ForCausalLM",),
     rules=DENSE_RULES,
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
 )

@@ -396,7 +396,7 @@ def test_the_language_covers_experts_and_layer_kinds() -> None:
             when=is_moe,
         ),
     )
-    toy = ModelFamily("toy", ("toy",), (), rules, make_spec, ignored=(r"model\.layers\.3\..*",))
+    toy = ModelFamily("toy", (), rules, make_spec, ignored=(r"model\.layers\.3\..*",))
     spec = toy.describe({})
     names = list(toy.expected_hf_names(spec))
     assert len(names) == 1 + 2 * (1 + 4)
