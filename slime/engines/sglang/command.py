@@ -97,7 +97,7 @@ def check_sglang(config: Config) -> None:
         UserError: names the flag or variable.
     """
     if config.cluster.offload_rollout:
-        _check_questions(config)
+        _check_health_checks(config)
     version = installed_version() or ""
     by_load = config.engine.router.get("policy") == "power_of_two"
     if by_load and version_of(version)[:3] >= _WITHOUT_GET_LOAD:
@@ -316,7 +316,7 @@ GROUP_RULES = GroupRules(
 )
 
 
-def _check_questions(config: Config) -> None:
+def _check_health_checks(config: Config) -> None:
     """Refuse router health checks that generate a token: they also run while memory is released,
     when generation would crash the engine."""
     said = os.environ.get(HEALTH_GENERATES)
