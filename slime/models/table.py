@@ -311,12 +311,8 @@ class ModelFamily:
                         return _filled(rule, numbers, spec)
         return None
 
-    def expected_hf_names(self, spec: ModelSpec) -> Iterator[str]:
-        """Iterate over the names of all tensors of a complete checkpoint, layer by layer."""
-        return (name for name, _ in self.hf_tensors(spec))
-
     def hf_tensors(self, spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Iterate over (name, shape) of all tensors of a complete checkpoint."""
+        """Iterate over (name, shape) of all tensors of a complete checkpoint, layer by layer."""
         places = [(rule, -1) for rule in self.rules if not rule.is_of_layer]
         places += [
             (rule, layer)

@@ -47,8 +47,8 @@ def first_step_lines(metrics: Mapping[str, float], *, templated: bool = False) -
     most = max(-value for value in scored.values())
     if most > _EXTREME:
         lines.append(
-            f"  {most:.1f} nats per token is extreme: for a trained model it means wrong weights, a "
-            "wrong tokenizer or a wrong model configuration (slime doctor; slime align; "
+            f"  {most:.1f} nats per token is extreme: for a trained model it means wrong weights, "
+            "a wrong tokenizer or a wrong model configuration (slime doctor; slime align; "
             "--check-weight-update-equal)"
         )
     elif most > _LARGE and not templated:
