@@ -8,6 +8,7 @@ python tools/make_docs.py
     docs/import-paths.md    from slime/compat/import_paths.toml
     docs/lora.md            its table of what fits, from the memory plan
     docs/algorithms.md      its estimators, from slime/algorithms/estimators.py
+    docs/model-families.md  its table, from the docstrings of slime/models/
     docs/coming-from.md     its tables, from slime/config/data/other_systems.toml and the flag tables
 """
 
@@ -503,6 +504,22 @@ def _estimator_sections() -> str:
     return "\n".join(parts)
 
 
+# -- docs/model-families.md ------------------------------------------------------------------------
+
+
+def _family_table() -> str:
+    """A row per file of a family, from the first paragraph of its docstring: "MODELS: TEXT"."""
+    lines = ["| file | models | what is special |", "|---|---|---|"]
+    for path in sorted((ROOT / "slime" / "models").glob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        if re.search(r"^\w+ = ModelFamily\(", source, re.MULTILINE):
+            text, _, _ = _body(ast.get_docstring(ast.parse(source))).partition("\n\n")
+            models, _, special = " ".join(text.split()).partition(": ")
+            cells = (models, _with_relative_links(special.rstrip(".")))
+            lines.append(f"| `{path.name}` | {' | '.join(map(_with_code, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
 # -- docs/lora.md ----------------------------------------------------------------------------------
 
 _FITS = (
@@ -587,6 +604,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/algorithms.md": lambda: _page_with_tables(
         "docs/algorithms.md", _estimator_chooser(), _estimator_sections()
     ),
+    "docs/model-families.md": lambda: _page_with_tables("docs/model-families.md", _family_table()),
     "docs/flags.md": flags_page,
     "docs/hooks.md": lambda: hooks_page(
         (ROOT / "slime" / "user_code" / "hooks.py").read_text(encoding="utf-8"),

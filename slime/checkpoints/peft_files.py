@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 import shutil
 from collections import Counter
@@ -58,6 +57,7 @@ from slime.models.peft_config import (
     is_frozen_copy,
     moves_base,
     plain_config,
+    scale_of,
 )
 from slime.models.spec import ModelSpec
 from slime.models.table import ModelFamily
@@ -365,7 +365,7 @@ def _scaling(config: Mapping[str, Any], module: str) -> tuple[int, float]:
 
     rank = int(of(config.get("rank_pattern"), config.get("r", 8)))
     alpha = float(of(config.get("alpha_pattern"), config.get("lora_alpha", 8)))
-    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return rank, scale_of(config, alpha, rank)
 
 
 def _check_is_target(module: str, config: Mapping[str, Any], path: Path) -> None:

@@ -8,12 +8,12 @@
     slime convert quantised-to-hf --hf_model_path DeepSeek-V3 --save_path DeepSeek-V3-bf16
 
 Training needs none of these: it reads Hugging Face directories itself. One process, on the GPU if
-there is one; under torchrun a large model is spread over the ranks. What is written loads at any
-parallel layout, whichever wrote it.
+there is one; under torchrun a large model is spread over the ranks. A written checkpoint loads at
+any parallel layout.
 
-Flags that describe the model (the MODEL_ARGS of launch scripts: --swiglu --num-layers 36 …) may
-stand among them. As in training the model is that of config.json, and a flag that says otherwise is
-an error.
+Flags that describe the model (the MODEL_ARGS of launch scripts: --swiglu --num-layers 36 …) are
+accepted too. As in training, config.json defines the model, and a flag that contradicts it is an
+error.
 """
 
 from __future__ import annotations

@@ -43,8 +43,9 @@ from slime.cli.model_source import (
 )
 from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.config import make_config
+from slime.config.engine_flags import ENGINE_OPTIONS
 from slime.engines.keys import ACCESS, EVERYTHING, ONLY_INFERENCE, VARIABLE, key_of, know
-from slime.engines.kinds import ENGINES, EngineKind, engine_of
+from slime.engines.kinds import EngineKind, engine_of
 from slime.engines.launch import ONE_GPU
 from slime.engines.tool_calls import chat_template, tool_format
 from slime.errors import RunFailed, UserError
@@ -174,7 +175,7 @@ def add_model_flags(parser: Arguments) -> None:
         help="an adapter (LoRA) of the model: a PEFT directory or a run with --lora-rank; requests "
         "ask for it as MODEL:NAME",
     )
-    choices = ("auto", *ENGINES)
+    choices = ("auto", *ENGINE_OPTIONS)
     parser.add_argument(
         "--engine",
         choices=choices,
@@ -214,7 +215,7 @@ def serving(
 
     Args:
         adapters: name → PEFT directory, in any form that `read_adapter` reads.
-        engine: "auto" or a name in `ENGINES`.
+        engine: "auto" or a name in `ENGINE_OPTIONS`.
         port: 0 picks a free one.
         extra: more arguments for the engine's command line.
         key: the API key of requests; "" for none. By default a key that only this process knows.

@@ -235,9 +235,7 @@ def image_faults(spec: ModelSpec, engine: EngineInfo) -> list[tuple[bool, str, s
             "--multimodal-keys out",
         ),
         (
-            spec.vision is not None
-            and spec.vision.kind.bidirectional
-            and not abilities.sees_both_ways,
+            spec.has_bidirectional_images and not abilities.sees_both_ways,
             f"it is {abilities.engine}, in which tokens of an image of this model do not always "
             "attend to each other in both directions",
             "start the embedded engine, or leave --multimodal-keys out",

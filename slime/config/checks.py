@@ -229,8 +229,12 @@ def _overlap(draft: Draft) -> None:
         )
 
 
+def _has_engines(draft: Draft) -> bool:
+    return GENERATES.holds(draft.values) and not draft["debug_train_only"]
+
+
 def _entry(draft: Draft) -> None:
-    has_engines = GENERATES.holds(draft.values) and not draft["debug_train_only"]
+    has_engines = _has_engines(draft)
     is_whole = has_engines and not draft["debug_rollout_only"]
     per_request = (
         draft["rollout_request_tokens"] if "rollout_request_tokens" in draft.given.values else None
@@ -291,7 +295,7 @@ def _host(draft: Draft) -> None:
 def _placement(draft: Draft) -> None:
     gpus = draft["rollout_num_gpus"]
     per_engine = draft["rollout_num_gpus_per_engine"]
-    has_engines = GENERATES.holds(draft.values) and not draft["debug_train_only"]
+    has_engines = _has_engines(draft)
     if has_engines and gpus % per_engine:
         raise UserError(
             f"--rollout-num-gpus {gpus} is not a multiple of --rollout-num-gpus-per-engine "

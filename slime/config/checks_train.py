@@ -14,6 +14,7 @@ from slime.config.engine_flags import ENGINE_OPTIONS
 from slime.config.estimators import FACTS
 from slime.config.flag import DATA_LOSSES, option_of
 from slime.config.preferences import PREFERENCE_FACTS
+from slime.config.resolve import PARALLEL_SIZES
 from slime.errors import UserError
 
 #: NCCL's algorithms that sum in the same order every time.
@@ -73,7 +74,7 @@ def _check_divisible(draft: Draft, role: str) -> None:
     gpus = f"{role}_num_nodes × {role}_num_gpus_per_node = {nodes} × {per_node} = {world}"
     own = [
         option_of(f"critic_{size}_parallel_size")
-        for size in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+        for size in PARALLEL_SIZES
         if draft.is_given(f"critic_{size}_parallel_size")
     ]
     origin = ""

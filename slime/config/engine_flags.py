@@ -22,10 +22,10 @@ from slime.documentation import with_doc_urls
 
 @dataclass(frozen=True)
 class EngineFlags:
-    """Facts about an engine that flags need without importing the engine; other facts are in
-    `slime.engines.kinds`.
+    """Facts about an engine that flags need without importing the engine.
 
     Attributes:
+        kind: the module with the other facts, its `slime.engines.kinds.EngineKind`, as ``KIND``.
         section: the `FlagSpec.sections` name of the engine's own options; "" if it has none.
         spans_nodes: one engine may have GPUs of several nodes.
         splits_prefill: some engines may prefill for others that decode.
@@ -33,6 +33,7 @@ class EngineFlags:
             their number.
     """
 
+    kind: str
     section: str = ""
     spans_nodes: bool = False
     splits_prefill: bool = False
@@ -41,8 +42,14 @@ class EngineFlags:
 
 #: Value of ``--rollout-engine`` → its facts.
 ENGINE_OPTIONS = {
-    "embedded": EngineFlags(),
-    "sglang": EngineFlags("sglang", spans_nodes=True, splits_prefill=True, mask_needs_top_k=True),
+    "embedded": EngineFlags("slime.embedded.kind"),
+    "sglang": EngineFlags(
+        "slime.engines.sglang.kind",
+        section="sglang",
+        spans_nodes=True,
+        splits_prefill=True,
+        mask_needs_top_k=True,
+    ),
 }
 
 

@@ -58,7 +58,7 @@ class MegatronConfig:
     """GPUs over which each expert's matrices are split; unset: the tensor-parallel size."""
     sequence_parallel: bool = flag(False, read_by="trainer")
     """Split activations of norms and dropout along the sequence; needs tensor parallelism."""
-    bf16: bool = derived("true unless fp16 or fp32", read_by="trainer")
+    bf16: bool = derived("true unless fp16 or fp32", read_by=("trainer", "training", "engine"))
     """Train in bfloat16 with float32 master weights."""
     fp16: bool = flag(False, read_by=("trainer", "training", "engine"))
     """Train in float16 with loss scaling."""
@@ -166,3 +166,8 @@ class MegatronConfig:
     optimizer: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> str:
+        """Return the dtype of the trained parameters by torch's name."""
+        return "float16" if self.fp16 else "bfloat16" if self.bf16 else "float32"

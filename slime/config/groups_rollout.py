@@ -40,12 +40,39 @@ _AGENTS = (
 _TRAINS_TOO = unless("num_rollout", 0, why="the run is one evaluation", warns=True)
 #: The reference system's rollout function for supervised fine-tuning, which launch scripts pass.
 _SFT_PATH = "slime.rollout.sft_rollout.generate_rollout"
-#: Values of --rm-type that use no worker process.
-WITHOUT_WORKERS = tuple(
-    prefix + name
-    for prefix in ("", "boxed_")
-    for name in ("dapo", "f1", "gpqa", "random", "remote_rm", "reward_model")
-)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardType:
+    """Facts about a built-in reward.
+
+    Attributes:
+        uses_workers: it is computed in worker processes, because it may hang.
+        compares_label: it compares the response with the label, which is then text, a number, a
+            boolean or a date.
+    """
+
+    uses_workers: bool = False
+    compares_label: bool = False
+
+
+#: The built-in rewards, by their names in --rm-type, which may have the prefix "boxed_".
+#: `slime.rollout.rewards.pool` computes them.
+REWARD_TYPES = {
+    "math": RewardType(uses_workers=True, compares_label=True),
+    "deepscaler": RewardType(uses_workers=True, compares_label=True),
+    "dapo": RewardType(compares_label=True),
+    "f1": RewardType(compares_label=True),
+    "gpqa": RewardType(compares_label=True),
+    "ifbench": RewardType(uses_workers=True),
+    "remote_rm": RewardType(),
+    "reward_model": RewardType(),
+    "random": RewardType(),
+}
+_WITH_WORKERS = [name for name, facts in REWARD_TYPES.items() if facts.uses_workers]
+_WITHOUT_WORKERS = [
+    prefix + name for name in REWARD_TYPES for prefix in ("", "boxed_") if name not in _WITH_WORKERS
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,9 +351,9 @@ class RewardConfig:
             ),
             unless(
                 "rm_type",
-                *WITHOUT_WORKERS,
-                why="only rows and evaluation sets whose own rm_type is math, deepscaler or "
-                "ifbench use workers",
+                *_WITHOUT_WORKERS,
+                why="only rows and evaluation sets whose own rm_type is one of "
+                f"{', '.join(_WITH_WORKERS)} use workers",
                 warns=True,
             ),
         ),

@@ -157,6 +157,12 @@ class TrainConfig:
     """The old-policy pass and training reuse the experts that the engine chose
     (rollout_routed_experts of the samples); implies --use-routing-replay."""
 
+    @property
+    def packed_tokens(self) -> int | None:
+        """Return the maximum tokens of a micro-batch on one GPU; None if micro-batches are not
+        packed, or before the memory plan has set it."""
+        return self.max_tokens_per_gpu if self.use_dynamic_batch_size else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:

@@ -20,6 +20,7 @@ from slime.config.engine_flags import (
 )
 from slime.config.flag import FlagSpec, option_of
 from slime.config.flags import GROUPS, all_flags
+from slime.config.groups_rollout import REWARD_TYPES
 from slime.config.megatron_flags import SHORTHANDS, megatron_core
 from slime.config.resolve import DEFAULT_PROMPTS, DEFAULT_SAMPLES
 from slime.documentation import doc_url, with_doc_urls
@@ -44,7 +45,7 @@ BASICS = {
     "input_key": ("NAME", "its column of the prompt, text or chat messages (default: input)"),
     "label_key": ("NAME", "its column of the answer that the reward compares with"),
     "apply_chat_template": ("", "render prompts with the model's chat template"),
-    "rm_type": ("NAME", "a built-in reward: math, dapo, deepscaler, f1, gpqa, ifbench, remote_rm"),
+    "rm_type": ("NAME", f"built in: {', '.join(REWARD_TYPES)}"),
     "custom_rm_path": ("FILE.py:NAME", "or your own: a function (args, sample) -> number"),
     "num_rollout": ("N", "how long: steps, or --num-epoch N passes over the data"),
     "rollout_batch_size": (

@@ -104,13 +104,17 @@ def _overlap(draft: Draft) -> None:
     draft.derive("stale_samples", "requeue", "no older tokens are trained on")
 
 
+#: The flags ``--…-parallel-size`` of the policy that a critic has too.
+PARALLEL_SIZES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+
+
 def _critic_layout(draft: Draft) -> None:
     pair = ("num_nodes", "num_gpus_per_node")
     own = any(draft.is_given(f"critic_{one}") and draft[f"critic_{one}"] for one in pair)
     for one in pair:
         value = draft[f"actor_{one}"] if own else 0
         draft.derive(f"critic_{one}", value, f"actor_{one}" if own else "it shares the policy's")
-    for size in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"):
+    for size in PARALLEL_SIZES:
         draft.copy(f"critic_{size}_parallel_size", f"{size}_parallel_size")
     splits = draft["critic_tensor_model_parallel_size"] > 1
     draft.derive(

@@ -9,7 +9,7 @@ from slime.memory.check import judge
 from slime.memory.hardware import device_memory
 from slime.memory.micro_batches import packing_line, with_token_limit
 from slime.memory.plan import MemoryPlan, gb
-from slime.observe.kept_names import missing_tracker
+from slime.observe.trackers import TRACKERS, missing_tracker
 from slime.placement import PlacementPlan, needs_engines
 from slime.processes.host import num_gpus
 from slime.run import preflight
@@ -114,16 +114,13 @@ def age(case: CheckedRun, findings: CheckFindings) -> None:
 
 def credentials(case: CheckedRun, findings: CheckFindings) -> None:
     """Check the packages of trackers, and the API key of W&B."""
-    observe = case.run.observe
-    trackers = [
-        name for name in ("mlflow", "trackio", "swanlab") if getattr(observe, f"use_{name}")
-    ]
-    if not trackers and not observe.use_wandb:
+    trackers = [name for name, tracker in TRACKERS.items() if tracker.is_chosen(case.run)]
+    if not trackers:
         raise LeftOut("no service is used")
     for name in trackers:
-        if find_spec(name) is None:
-            findings.add_error(missing_tracker(name), "tracker-missing")
-    if observe.use_wandb:
-        from slime.observe.wandb_sink import check_key
+        if name == "wandb":
+            from slime.observe.wandb_sink import check_key
 
-        findings.attempt(check_key, case.run, trouble="wandb-key")
+            findings.attempt(check_key, case.run, trouble="wandb-key")
+        elif find_spec(name) is None:
+            findings.add_error(missing_tracker(name), "tracker-missing")

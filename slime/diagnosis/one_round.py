@@ -23,6 +23,7 @@ from slime.checkpoints.directory import read_tracker
 from slime.config.config import Config
 from slime.diagnosis.check import Check, CheckedRun, CheckFindings, LeftOut
 from slime.observe.first_step import large_gradient
+from slime.observe.trackers import TRACKERS
 from slime.placement import needs_engines
 from slime.processes.host import python_module
 from slime.processes.owner import die_with_parent
@@ -42,11 +43,12 @@ _NOT_GIVEN = (
     "update_weights_interval",
     "max_staleness", "ref_update_interval", "rollout_request_tokens", "skip_eval_before_train",
     "n_samples_per_eval_prompt", "log_passrate", "dump_details",
+    "disable_wandb_random_suffix",
 )  # fmt: skip
 _NOT_GIVEN_PREFIXES = (
-    "save", "no_save", "eval_", "tb_", "use_tensorboard", "debug_", "wandb", "use_wandb",
-    "mlflow", "use_mlflow", "trackio", "use_trackio", "swanlab", "use_swanlab",
+    "save", "no_save", "eval_", "tb_", "use_tensorboard", "debug_",
     "profile_", "use_pytorch_profiler", "record_memory", "memory_snapshot",
+    *TRACKERS, *(f"use_{name}" for name in TRACKERS),
 )  # fmt: skip
 _KEPT = ("debug_train_only",)
 

@@ -44,7 +44,7 @@ from slime.models.adapters import (
     with_module,
 )
 from slime.models.nested import ModuleNames
-from slime.models.peft_config import CONFIG, is_frozen_copy, moves_base
+from slime.models.peft_config import CONFIG, is_frozen_copy, moves_base, scale_of
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -124,7 +124,7 @@ class AdapterForm:
         excluded = config.get("exclude_modules")
         return AdapterForm(
             rank,
-            alpha / (math.sqrt(rank) if config.get("use_rslora") else rank),
+            scale_of(config, alpha, rank),
             _read_names("target_modules", config.get("target_modules")),
             _read_names("exclude_modules", excluded) if excluded else (),
         )

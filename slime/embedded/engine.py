@@ -172,9 +172,9 @@ class Engine:
 
     # -- the thread --------------------------------------------------------------------------------
 
-    def _post(self, order: Callable[[], None]) -> None:
+    def _post(self, command: Callable[[], None]) -> None:
         self.check_alive()
-        self._inbox.append(order)
+        self._inbox.append(command)
         self._wake.set()
 
     def _run(self) -> None:

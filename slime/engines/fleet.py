@@ -16,10 +16,9 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import psutil
-
 from slime import deadlines
 from slime.engines.api import LOADS_PATH, EngineClient, EngineError, is_silent
+from slime.processes.host import own_addresses
 
 Body = dict[str, Any]
 T = TypeVar("T")
@@ -263,5 +262,5 @@ def is_local(url: str) -> bool:
         addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+    own = own_addresses()
     return all(ipaddress.ip_address(a).is_loopback or a in own for a in addresses)

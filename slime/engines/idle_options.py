@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from slime.config.engine_flags import ENGINE_OPTIONS
 from slime.config.flag import FlagSpec
 from slime.config.flags import all_flags
-from slime.engines.launch import ServedModel
+from slime.engines.launch import ServedModel, group_options
 
 if TYPE_CHECKING:
     from slime.config.config import Config
@@ -32,26 +32,24 @@ def idle_options(config: Config, models: Sequence[ServedModel]) -> Iterator[str]
     if not section:
         return
     given: Mapping[str, Any] = getattr(config.engine, section)
+    dests = {f"{section}_{name}" for name in given}
     reasons_by_option: dict[str, list[str]] = {name: [] for name in given}
     for model in models:
         for number, group in enumerate(model.groups):
             if not group.num_engines:
                 continue
-            overrides = {f"{section}_{name}": value for name, value in group.overrides.items()}
-            values = {**config.values(), **overrides}
+            options = group_options(given, group.overrides, is_policy=model.is_policy)
+            values = {dest: value for dest, value in config.values().items() if dest not in dests}
+            values |= {f"{section}_{name}": value for name, value in options.items()}
             values["prefill_num_servers"] = group.worker_type in ("prefill", "decode")
-            if not model.is_policy:  # the command line's adapters and draft are the policy's
+            if not model.is_policy:  # the trained adapters are the policy's
                 values["lora_rank"] = 0
-                for dest in [one for one in values if one.startswith(f"{section}_speculative_")]:
-                    if dest not in overrides:
-                        del values[dest]
             for name in group.overrides:
                 if reason := _why_idle(all_flags()[f"{section}_{name}"], values):
                     place = f"server group {number} of {model.name}"
                     yield f"{file}: {name} of {place} has no effect{reason}"
-            for name, reasons in reasons_by_option.items():
-                if f"{section}_{name}" in values.keys() - overrides.keys():
-                    reasons.append(_why_idle(all_flags()[f"{section}_{name}"], values))
+            for name in options.keys() - group.overrides.keys():
+                reasons_by_option[name].append(_why_idle(all_flags()[f"{section}_{name}"], values))
     for name, reasons in reasons_by_option.items():
         if reasons and all(reasons):
             yield f"{all_flags()[f'{section}_{name}'].option} has no effect{reasons[0]}"

@@ -1,13 +1,12 @@
 """The engines that can generate for a run: one record each, with everything that differs between
 engines.
 
-To add an engine, whose server speaks the protocol of `slime.engines.api`, touch four files:
+To add an engine, whose server speaks the protocol of `slime.engines.api`, touch three files:
 
 1. A new package's ``kind.py``: the command line (`EngineKind.command`), what a server holds
    (`EngineFootprint`), and the record ``KIND``.
-2. This file: its row in `ENGINES`.
+2. `slime.config.engine_flags`: its row in `ENGINE_OPTIONS`, which names that module.
 3. `slime.config.groups_rollout`: its name among the values of ``--rollout-engine``.
-4. `slime.config.engine_flags`: its row in `ENGINE_OPTIONS`; a test compares the three.
 
 Its server reports in ``/server_info`` how it receives weights (`slime.engines.wire.abilities`).
 ``tests/contracts`` tests whether it follows the protocol.
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from slime.config.engine_flags import ENGINE_OPTIONS
 from slime.engines.launch import (
     EngineFootprint,
     EnginePlace,
@@ -129,13 +129,9 @@ def named_paths(adapters: Mapping[str, Path]) -> list[str]:
     return [f"{name}={path}" for name, path in adapters.items()]
 
 
-#: Value of ``--rollout-engine`` → the module with its record ``KIND``, imported when a run uses it.
-ENGINES = {"embedded": "slime.embedded.kind", "sglang": "slime.engines.sglang.kind"}
-
-
 def engine_kind(name: str) -> EngineKind:
-    """Return the record of an engine by its name in `ENGINES`."""
-    kind: EngineKind = importlib.import_module(ENGINES[name]).KIND
+    """Return the record of an engine by its name in `ENGINE_OPTIONS`."""
+    kind: EngineKind = importlib.import_module(ENGINE_OPTIONS[name].kind).KIND
     return kind
 
 
@@ -147,4 +143,4 @@ def engine_of(config: Config) -> EngineKind:
 def engine_named(flags: Mapping[str, Any]) -> EngineKind:
     """Return the engine of a run folder's flags; SGLang if an old folder does not name it."""
     name = str(flags.get("rollout_engine"))
-    return engine_kind(name if name in ENGINES else "sglang")
+    return engine_kind(name if name in ENGINE_OPTIONS else "sglang")

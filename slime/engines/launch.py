@@ -112,6 +112,28 @@ class ServedModel:
     groups: tuple[ServerGroup, ...]
 
 
+def group_options(
+    given: Mapping[str, Any], overrides: Mapping[str, Any], *, is_policy: bool
+) -> dict[str, Any]:
+    """Return a server group's engine options by name: those of the command line, without its draft
+    for another model than the policy, and the group's own.
+
+    Args:
+        given: options of the command line (names with underscores).
+
+    Example:
+        >>> group_options({"speculative_algorithm": "EAGLE", "dtype": "auto"}, {"dtype": "half"},
+        ...     is_policy=False)
+        {'dtype': 'half'}
+    """
+    inherited = {
+        name: value
+        for name, value in given.items()
+        if is_policy or not name.startswith("speculative_")
+    }
+    return {**inherited, **overrides}
+
+
 def only_the_policy(config: Config) -> list[ServedModel]:
     """Return the policy's servers on all GPUs of the rollout; [] without such GPUs. All are
     regular, or with ``--prefill-num-servers`` that many prefill and the others decode."""

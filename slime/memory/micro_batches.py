@@ -51,13 +51,13 @@ def with_token_limit(config: Config, device: DeviceMemory | None = None) -> Conf
 def packing_line(config: Config) -> str:
     """Describe in one line how samples become micro-batches."""
     train = config.train
-    if not train.use_dynamic_batch_size or train.max_tokens_per_gpu is None:
+    if train.packed_tokens is None:
         return (
             f"micro-batches: {train.micro_batch_size} samples each (--micro-batch-size), not packed"
         )
     origin = config.origins.get("max_tokens_per_gpu", "").removeprefix("derived: ")
     return (
-        f"micro-batches: packed up to {train.max_tokens_per_gpu:,} tokens per GPU "
+        f"micro-batches: packed up to {train.packed_tokens:,} tokens per GPU "
         f"(--max-tokens-per-gpu: {origin})"
     )
 

@@ -165,8 +165,7 @@ def _smaller_micro_batches(config: Config, lengths: Sequence[int]) -> list[str]:
             f"--rollout-max-response-len {config.rollout.rollout_max_response_len} → "
             f"{max(1, config.rollout.rollout_max_response_len * 3 // 4)}"
         )
-    if train.use_dynamic_batch_size and train.max_tokens_per_gpu:
-        cap = train.max_tokens_per_gpu
+    if cap := train.packed_tokens:
         start = -(-config.rollout.rollout_max_response_len // context)
         lower = max(1, min(cap * 3 // 4, start) if start < cap else cap * 3 // 4)
         if single is None or single <= cap * context:

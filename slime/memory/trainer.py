@@ -499,7 +499,7 @@ class StageMemory:
         layers = settings.layout.layers_of(self.number, spec.num_layers)
         limits = {spec.window(layer) for layer in layers}
         short = {limit for limit in limits if limit is not None and limit < longest}
-        if spec.vision is not None and spec.vision.kind.bidirectional:
+        if spec.has_bidirectional_images:
             whole = settings.tokens * settings.layout.context
             masks = len(short) + (len(limits) > len(short))
             return float(_MASK_BYTES * masks * whole * longest)
@@ -704,8 +704,8 @@ def largest_micro_batch(config: Config, layout: Layout, longest: int, *, on_gpu:
     """Tokens of a rank's largest micro-batch, with padding. A sequence above the limit is a
     micro-batch of its own."""
     train = config.train
-    if train.use_dynamic_batch_size and train.max_tokens_per_gpu:
-        whole = max(train.max_tokens_per_gpu * layout.context, longest)
+    if train.packed_tokens:
+        whole = max(train.packed_tokens * layout.context, longest)
     else:
         whole = train.micro_batch_size * longest
     unit = layout.context * layout.tensor * (train.data_pad_size_multiplier if on_gpu else 1)

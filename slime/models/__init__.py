@@ -228,7 +228,7 @@ def _named(model_name: str) -> list[ModelFamily]:
 
 
 def _stems(family: ModelFamily) -> set[str]:
-    stems = {_letters(name) for name in (family.name, *family.model_types)}
+    stems = {_letters(name) for name in family.model_types}
     stems |= {stem.removesuffix("text") for stem in stems}
     return stems | {stem.removesuffix("moe") for stem in stems}
 

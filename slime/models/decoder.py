@@ -22,7 +22,6 @@ _SPEC_FIELDS = {field.name for field in dataclasses.fields(ModelSpec)} - {"rotar
 
 def decoder_spec(
     config: dict[str, Any],
-    family: str,
     *,
     add_qkv_bias: bool = False,
     qk_layernorm: bool = False,
@@ -87,7 +86,7 @@ def decoder_spec(
         **{name: value for name, value in extra.items() if name not in _SPEC_FIELDS},
     }
     spec = ModelSpec(
-        family=family,
+        family="",  # `ModelFamily.describe` sets it
         transformer=transformer,
         activation=activation,
         vocab_size=int(require(config, "vocab_size")),

@@ -1,5 +1,5 @@
 """DeepSeek-V2-Lite (``DeepseekV2ForCausalLM``): DeepSeek-V3's attention and tensors, with a softmax
-router without bias or groups."""
+router without bias. The choice by groups of DeepSeek-V2 is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slime.errors import UserError
 from slime.models.decoder import num_experts
 from slime.models.deepseek_v3 import DEEPSEEK_V3, latent_spec
 from slime.models.spec import ModelSpec, refuse, require
-from slime.models.table import COMPUTED_BUFFERS, ModelFamily
+from slime.models.table import ModelFamily
 
 #: Defaults of transformers' DeepseekV2Config for fields that config.json lacks.
 _DEFAULTS = {
@@ -28,7 +28,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     # transformers ignores these two fields in this family
     config = {**_DEFAULTS, **config, "moe_layer_freq": 1, "num_nextn_predict_layers": 0}
     refuse(config, "mlp_bias", "the experts of this family have no biases")
-    return latent_spec(config, "deepseek_v2", _router(config))
+    return latent_spec(config, _router(config))
 
 
 def _router(config: dict[str, Any]) -> dict[str, Any]:
@@ -56,10 +56,8 @@ def _router(config: dict[str, Any]) -> dict[str, Any]:
 
 DEEPSEEK_V2 = ModelFamily(
     name="deepseek_v2",
-    model_types=("deepseek_v2",),
     architectures=("DeepseekV2ForCausalLM",),
     rules=DEEPSEEK_V3.rules,
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
     fused=DEEPSEEK_V3.fused,
 )

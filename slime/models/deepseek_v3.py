@@ -1,5 +1,6 @@
-"""DeepSeek-V3, R1, Moonlight and Kimi-K2 (``DeepseekV3ForCausalLM``): multi-latent attention, dense
-layers first, then layers of shared and routed experts.
+"""DeepSeek-V3, R1, Moonlight-16B-A3B, Kimi-K2 (``DeepseekV3ForCausalLM``): multi-latent attention
+with or without low-rank queries, YaRN, dense layers first, then shared experts and groups of routed
+ones.
 
     hidden ─► q_a ─► norm ─► q_b ─► queries, per head [without position | with position]
               (without q_lora_rank: one q_proj)
@@ -39,10 +40,10 @@ _DEFAULTS = {
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
     config = {**_DEFAULTS, **config}
-    return latent_spec(config, "deepseek_v3", sigmoid_router(config))
+    return latent_spec(config, sigmoid_router(config))
 
 
-def latent_spec(config: dict[str, Any], family: str, router: dict[str, Any]) -> ModelSpec:
+def latent_spec(config: dict[str, Any], router: dict[str, Any]) -> ModelSpec:
     """Make the spec of a family with multi-latent attention; ``config`` includes its defaults."""
     _refuse_other_models(config)
     layers = range(int(require(config, "num_hidden_layers")))
@@ -50,7 +51,6 @@ def latent_spec(config: dict[str, Any], family: str, router: dict[str, Any]) -> 
     first = int(config["first_k_dense_replace"])
     spec = decoder_spec(
         {**config, "num_key_value_heads": config.get("num_attention_heads"), "head_dim": None},
-        family,
         qk_layernorm=True,
         moe_layer_freq=moe_layer_freq([layer >= first and layer % freq == 0 for layer in layers]),
         **router,
@@ -117,7 +117,7 @@ _FUSED_DOWN_PROJECTIONS = FusedLoad(
 
 DEEPSEEK_V3 = ModelFamily(
     name="deepseek_v3",
-    model_types=("deepseek_v3", "kimi_k2"),
+    other_model_types=("kimi_k2",),
     architectures=("DeepseekV3ForCausalLM",),
     rules=OUTER_RULES + LATENT_ATTENTION.rules + MLP_RULES + MOE_RULES,
     make_spec=_spec,

@@ -1,6 +1,7 @@
-"""ERNIE 4.5 with experts (``Ernie4_5_MoeForCausalLM``): dense layers first, then shared and routed
-experts with a softmax router, whose bias affects only the choice; neighbouring pairs are
-rotated."""
+"""ERNIE-4.5-21B-A3B, ERNIE-4.5-300B-A47B (``Ernie4_5_MoeForCausalLM``): dense layers first, then
+shared and routed experts behind a softmax router whose bias affects only the choice; neighbouring
+pairs are rotated. Routers of published models are float32; the trainer rounds them to its own
+dtype."""
 
 from __future__ import annotations
 
@@ -50,7 +51,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     shared = int(config["moe_num_shared_experts"]) * int(config["moe_intermediate_size"])
     return decoder_spec(
         config,
-        "ernie4_5_moe",
         default_rotary_base=500000.0,
         rotary_interleaved=True,
         moe_layer_freq=moe_layer_freq(_has_experts(config)),
@@ -90,7 +90,6 @@ def _with_flat_bias(rule: Rule) -> Rule:
 
 ERNIE4_5_MOE = ModelFamily(
     name="ernie4_5_moe",
-    model_types=("ernie4_5_moe",),
     architectures=("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoEForCausalLM"),
     rules=DENSE_RULES + tuple(_with_flat_bias(rule) for rule in MOE_RULES),
     make_spec=_spec,

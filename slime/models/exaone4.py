@@ -1,4 +1,4 @@
-"""EXAONE 4 (``Exaone4ForCausalLM``): norms after attention and MLP instead of before them, norms on
+"""EXAONE 4 (``Exaone4ForCausalLM``): norms after attention and MLP instead of before them; norms on
 queries and keys; in models with a window, layers of full attention have no rotary embedding."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from typing import Any
 
 from slime.models.decoder import FULL, SLIDING, decoder_spec, every_nth_full, layer_kinds, windows
 from slime.models.spec import ModelSpec, require
-from slime.models.table import COMPUTED_BUFFERS, POST_NORM_RULES, ModelFamily
+from slime.models.table import POST_NORM_RULES, ModelFamily
 
 #: Defaults of transformers' Exaone4Config for fields that config.json lacks.
 _DEFAULTS = {
@@ -25,7 +25,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     kinds = layer_kinds(config, _default_kinds(config))
     return decoder_spec(
         config,
-        "exaone4",
         qk_layernorm=True,
         pre_norms=False,
         post_norms=True,
@@ -49,9 +48,7 @@ def _default_kinds(config: dict[str, Any]) -> list[str]:
 
 EXAONE4 = ModelFamily(
     name="exaone4",
-    model_types=("exaone4",),
     architectures=("Exaone4ForCausalLM",),
     rules=POST_NORM_RULES,
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
 )

@@ -1,5 +1,7 @@
-"""Gemma 3 from 4B on (``Gemma3ForConditionalGeneration``): vision models with the decoder of Gemma
-3's text models."""
+"""Gemma 3 4B, 12B and 27B (``Gemma3ForConditionalGeneration``): vision models
+(docs/images.md#gemma-3) with the decoder of Gemma 3's text models. Layers of full attention scale
+their rotary embedding by 8, which SGLang 0.5.16 drops: the models are refused with it and served by
+the embedded engine."""
 
 from __future__ import annotations
 
@@ -13,12 +15,11 @@ from slime.models.table import POST_NORM_RULES, ModelFamily
 
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
-    return gemma3_spec(text_config(config), "gemma3")
+    return gemma3_spec(text_config(config))
 
 
 GEMMA3 = ModelFamily(
     name="gemma3",
-    model_types=("gemma3",),
     architectures=("Gemma3ForConditionalGeneration",),
     rules=(*under(POST_NORM_RULES), *SIGLIP_TOWER),
     make_spec=_spec,

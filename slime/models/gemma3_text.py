@@ -1,6 +1,6 @@
-"""Gemma 3's text models (``Gemma3ForCausalLM``: 270M and 1B): norms before and after attention and
-MLP that multiply by 1 + weight, GELU, embeddings times the square root of their width, five layers
-with a window per layer of full attention, and a rotary base for each of the two kinds."""
+"""Gemma 3 270M and 1B (``Gemma3ForCausalLM``): norms before and after attention and MLP that
+multiply by 1 + weight, GELU, embeddings times the square root of their width; five of six layers
+have a window and a rotary base of their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slime.models.decoder import (
     windows,
 )
 from slime.models.spec import ModelSpec, refuse
-from slime.models.table import COMPUTED_BUFFERS, POST_NORM_RULES, ModelFamily
+from slime.models.table import POST_NORM_RULES, ModelFamily
 
 #: Defaults of transformers' Gemma3TextConfig for fields that config.json lacks.
 _DEFAULTS = {
@@ -34,7 +34,7 @@ _DEFAULTS = {
 }
 
 
-def gemma3_spec(config: dict[str, Any], family: str) -> ModelSpec:
+def gemma3_spec(config: dict[str, Any]) -> ModelSpec:
     """Read the decoder of a Gemma 3.
 
     Raises:
@@ -47,7 +47,6 @@ def gemma3_spec(config: dict[str, Any], family: str) -> ModelSpec:
     bias = bool(config.get("attention_bias"))
     return decoder_spec(
         {**config, "hidden_act": config["hidden_activation"]},
-        family,
         qk_layernorm=True,
         add_qkv_bias=bias,
         output_bias=bias,
@@ -62,15 +61,9 @@ def gemma3_spec(config: dict[str, Any], family: str) -> ModelSpec:
     )
 
 
-def _spec(config: dict[str, Any]) -> ModelSpec:
-    return gemma3_spec(config, "gemma3_text")
-
-
 GEMMA3_TEXT = ModelFamily(
     name="gemma3_text",
-    model_types=("gemma3_text",),
     architectures=("Gemma3ForCausalLM",),
     rules=POST_NORM_RULES,
-    make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
+    make_spec=gemma3_spec,
 )

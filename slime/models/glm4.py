@@ -1,6 +1,5 @@
-"""GLM-4 (``Glm4ForCausalLM``: GLM-4-9B/32B-0414, GLM-Z1): norms before and after attention and MLP,
-half of each head rotated in neighbouring pairs, gate and up projection stored in one tensor.
-"""
+"""GLM-4-9B-0414, GLM-4-32B-0414, GLM-Z1 (``Glm4ForCausalLM``): norms before and after attention and
+MLP; half of each head rotated, in neighbouring pairs; gate and up projection in one tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from slime.models.layouts import REPLICATED
 from slime.models.mixers import GROUPED_ATTENTION
 from slime.models.rules import HF_LAYER, MEGATRON_LAYER, Rule
 from slime.models.spec import ModelSpec
-from slime.models.table import COMPUTED_BUFFERS, OUTER_RULES, STACKED_MLP_RULES, ModelFamily
+from slime.models.table import OUTER_RULES, STACKED_MLP_RULES, ModelFamily
 
 #: Defaults of transformers' Glm4Config and GlmConfig for fields that config.json lacks.
 _DEFAULTS = {
@@ -29,15 +28,14 @@ _POST_NORM_RULES = tuple(
 
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
-    return glm_spec(config, "glm4", post_norms=True)
+    return glm_spec(config, post_norms=True)
 
 
-def glm_spec(config: dict[str, Any], family: str, **extra: Any) -> ModelSpec:
+def glm_spec(config: dict[str, Any], **extra: Any) -> ModelSpec:
     """Make the spec of a dense GLM; ``extra`` as of `decoder_spec`."""
     config = {**_DEFAULTS, **config}
     return decoder_spec(
         config,
-        family,
         add_qkv_bias=bool(config["attention_bias"]),
         default_rotary_percent=0.5,
         rotary_interleaved=True,
@@ -47,9 +45,7 @@ def glm_spec(config: dict[str, Any], family: str, **extra: Any) -> ModelSpec:
 
 GLM4 = ModelFamily(
     name="glm4",
-    model_types=("glm4",),
     architectures=("Glm4ForCausalLM",),
     rules=OUTER_RULES + GROUPED_ATTENTION.rules + STACKED_MLP_RULES + _POST_NORM_RULES,
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
 )

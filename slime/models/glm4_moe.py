@@ -1,7 +1,6 @@
-"""GLM-4.5 and 4.5-Air (``Glm4MoeForCausalLM``): dense layers first, then shared and routed experts;
-half of each head rotated, its first against its second quarter; GLM-4.5 has biases and norms on
-queries and keys.
-"""
+"""GLM-4.5, GLM-4.5-Air (``Glm4MoeForCausalLM``): dense layers first, then shared and routed experts
+behind a sigmoid router whose bias affects only the choice; half of each head rotated, its first
+against its second quarter. GLM-4.5 has biases and norms on queries and keys."""
 
 from __future__ import annotations
 
@@ -31,7 +30,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     layers = range(int(require(config, "num_hidden_layers")))
     return decoder_spec(
         config,
-        "glm4_moe",
         add_qkv_bias=bool(config["attention_bias"]),
         qk_layernorm=bool(config["use_qk_norm"]),
         default_rotary_percent=0.5,
@@ -45,7 +43,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 GLM4_MOE = ModelFamily(
     name="glm4_moe",
-    model_types=("glm4_moe",),
     architectures=("Glm4MoeForCausalLM",),
     rules=DENSE_RULES + MOE_RULES,
     make_spec=_spec,

@@ -1,5 +1,6 @@
 """GLM-4.7-Flash (``Glm4MoeLiteForCausalLM``): DeepSeek-V3's attention, router and tensors, with
-other defaults."""
+other defaults. SGLang 0.5.16 computes the norms of its latents with epsilon 1e-5, transformers and
+the trainer with 1e-6."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ _DEFAULTS = {
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
     config = {**_DEFAULTS, **config}
-    spec = latent_spec(config, "glm4_moe_lite", sigmoid_router(config))
+    spec = latent_spec(config, sigmoid_router(config))
     kinds = config.get("mlp_layer_types")
     if kinds is not None:
         sparse = _sparse_layers(kinds, int(require(config, "num_hidden_layers")))
@@ -49,7 +50,6 @@ def _sparse_layers(kinds: list[str], num_layers: int) -> list[bool]:
 
 GLM4_MOE_LITE = ModelFamily(
     name="glm4_moe_lite",
-    model_types=("glm4_moe_lite",),
     architectures=("Glm4MoeLiteForCausalLM",),
     rules=DEEPSEEK_V3.rules,
     make_spec=_spec,

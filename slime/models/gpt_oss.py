@@ -1,5 +1,7 @@
-"""gpt-oss (``GptOssForCausalLM``): attention with sinks, and a window in every second layer;
-experts with clamped gated units in all layers; biases on every matrix of a layer."""
+"""gpt-oss-20b, gpt-oss-120b (``GptOssForCausalLM``): attention with sinks, a window in every second
+layer, YaRN; experts in all layers, as stacks, with clamped gated units; biases on every matrix of a
+layer. Files in MXFP4 are read as plain weights (docs/quantisation.md#mxfp4). Only attention can
+have adapters."""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from slime.models.layouts import INTERLEAVED_GATE_UP, REPLICATED, ROW, ParamMapp
 from slime.models.mixers import GROUPED_ATTENTION
 from slime.models.rules import HF_MLP, MLP, Rule, Size
 from slime.models.spec import ModelSpec, require
-from slime.models.table import COMPUTED_BUFFERS, MLP_NORM, OUTER_RULES, ModelFamily
+from slime.models.table import MLP_NORM, OUTER_RULES, ModelFamily
 
 #: Defaults of transformers' GptOssConfig for fields that config.json lacks.
 _DEFAULTS = {
@@ -71,7 +73,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     }
     return decoder_spec(
         {**config, "hidden_act": "quick_gelu"},
-        "gpt_oss",
         default_rotary_base=150000.0,
         add_qkv_bias=bias,
         output_bias=bias,
@@ -114,9 +115,7 @@ _EXPERT_RULES = (
 
 GPT_OSS = ModelFamily(
     name="gpt_oss",
-    model_types=("gpt_oss",),
     architectures=("GptOssForCausalLM",),
     rules=(*OUTER_RULES, *GROUPED_ATTENTION.rules, MLP_NORM, *_EXPERT_RULES),
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
 )

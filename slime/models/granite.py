@@ -1,5 +1,5 @@
-"""Granite 3 (``GraniteForCausalLM``): Llama with factors on embeddings, attention scores, residual
-branches and logits."""
+"""Granite 3.x, dense (``GraniteForCausalLM``): Llama with factors on embeddings, attention scores,
+residual branches and logits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from slime.models.decoder import decoder_spec
 from slime.models.spec import ModelSpec
-from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
+from slime.models.table import DENSE_RULES, ModelFamily
 
 _MULTIPLIERS = (
     "embedding_multiplier",
@@ -25,7 +25,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     bias = bool(config.get("attention_bias"))
     return decoder_spec(
         config,
-        "granite",
         add_qkv_bias=bias,
         output_bias=bias,
         mlp_bias=bool(config.get("mlp_bias")),
@@ -39,9 +38,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 GRANITE = ModelFamily(
     name="granite",
-    model_types=("granite",),
     architectures=("GraniteForCausalLM",),
     rules=DENSE_RULES,
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
 )

@@ -1,5 +1,5 @@
-"""Hunyuan dense, 0.5B to 7B (``HunYuanDenseV1ForCausalLM``): norms on queries and keys after their
-rotation, whose base may be scaled by ``alpha``."""
+"""Hunyuan 0.5B to 7B (``HunYuanDenseV1ForCausalLM``): norms on queries and keys after their
+rotation; ``alpha`` of a rotary scaling of type ``dynamic`` scales the base."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from slime.models.decoder import decoder_spec
 from slime.models.rules import renamed
 from slime.models.spec import ModelSpec, require, rotary_settings
-from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
+from slime.models.table import DENSE_RULES, ModelFamily
 
 #: Defaults of transformers' HunYuanDenseV1Config for fields that config.json lacks.
 _DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
@@ -20,7 +20,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     bias = bool(config.get("attention_bias"))
     return decoder_spec(
         config,
-        "hunyuan_v1_dense",
         add_qkv_bias=bias,
         output_bias=bias,
         qk_layernorm=True,
@@ -64,9 +63,7 @@ def _alpha(settings: dict[str, Any]) -> float | None:
 
 HUNYUAN_V1_DENSE = ModelFamily(
     name="hunyuan_v1_dense",
-    model_types=("hunyuan_v1_dense",),
     architectures=("HunYuanDenseV1ForCausalLM",),
     rules=renamed(DENSE_RULES, _NAMES),
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
 )

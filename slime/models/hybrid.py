@@ -23,7 +23,7 @@ MTP = (r"mtp\..*",)
 VISION = (r"model\.visual\..*",)
 
 
-def hybrid_spec(config: dict[str, Any], family: str, **extra: Any) -> ModelSpec:
+def hybrid_spec(config: dict[str, Any], **extra: Any) -> ModelSpec:
     """Describe a decoder of gated delta nets and gated attention; arguments as of `decoder_spec`.
 
     Raises:
@@ -43,7 +43,6 @@ def hybrid_spec(config: dict[str, Any], family: str, **extra: Any) -> ModelSpec:
         )
     return decoder_spec(
         config,
-        family,
         qk_layernorm=True,
         default_rotary_percent=0.25,
         layernorm_zero_centered_gamma=True,

@@ -174,8 +174,7 @@ def _check_bidirectional(spec: ModelSpec, config: Config) -> None:
     Raises:
         UserError: tokens of images attend to later ones, which Transformer Engine is not told.
     """
-    is_bidirectional = spec.vision is not None and spec.vision.kind.bidirectional
-    if is_bidirectional and config.train.transformer_impl == "transformer_engine":
+    if spec.has_bidirectional_images and config.train.transformer_impl == "transformer_engine":
         raise UserError(
             f"--transformer-impl transformer_engine cannot compute images of {spec.family}",
             why="the tokens of an image attend to each other in both directions, and its kernels "

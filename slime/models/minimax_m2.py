@@ -1,6 +1,6 @@
-"""MiniMax-M2 (``MiniMaxM2ForCausalLM``): norms that span all heads of queries or keys, part of each
-head rotated, experts in all layers with a sigmoid router, whose bias affects only the choice;
-tensors of experts have Mixtral's names."""
+"""MiniMax-M2 (``MiniMaxM2ForCausalLM``): norms over all heads of queries or keys together; part of
+each head rotated (``rotary_dim``); experts in all layers, with Mixtral's names, behind a sigmoid
+router whose bias affects only the choice. Published in FP8 (docs/quantisation.md)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     }
     return decoder_spec(
         config,
-        "minimax_m2",
         default_rotary_base=5e6,
         default_rotary_percent=1.0,
         wide_qk_norms=True,
@@ -50,7 +49,6 @@ _NAMES = {**MIXTRAL_NAMES, ".gate.e_score_correction_bias": ".e_score_correction
 
 MINIMAX_M2 = ModelFamily(
     name="minimax_m2",
-    model_types=("minimax_m2",),
     architectures=("MiniMaxM2ForCausalLM",),
     rules=DENSE_RULES + renamed(MOE_RULES, _NAMES),
     make_spec=_spec,

@@ -1,5 +1,6 @@
-"""Ministral 3's text models (``Ministral3ForCausalLM``): Mistral with YaRN, and queries scaled by
-position (``llama_4_scaling_beta``)."""
+"""Text models of Ministral 3 (``Ministral3ForCausalLM``): Mistral with YaRN, and queries that grow
+with the position: 1 + β · ln(1 + ⌊p / L⌋). SGLang uses L = 16,384 whatever config.json says, so
+models with another L (Devstral-Small-2) are refused with it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 from slime.errors import UserError
 from slime.models.decoder import decoder_spec, windows_everywhere
 from slime.models.spec import ModelSpec, QueryScaling
-from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
+from slime.models.table import DENSE_RULES, ModelFamily
 
 #: Defaults of transformers' Ministral3Config for fields that config.json lacks.
 _DEFAULTS = {
@@ -33,7 +34,7 @@ _DEFAULT_ROTARY = {
 _BETA = "llama_4_scaling_beta"
 
 
-def ministral3_spec(config: dict[str, Any], family: str) -> ModelSpec:
+def ministral3_spec(config: dict[str, Any]) -> ModelSpec:
     """Read the decoder of a Ministral 3.
 
     Raises:
@@ -47,7 +48,6 @@ def ministral3_spec(config: dict[str, Any], family: str) -> ModelSpec:
     rotary = {key: value for key, value in settings.items() if key not in unused}
     return decoder_spec(
         {**rest, "rope_parameters": rotary},
-        family,
         query_scaling=_query_scaling(settings, config),
         **windows_everywhere(config),
     )
@@ -68,15 +68,9 @@ def _query_scaling(settings: dict[str, Any], config: dict[str, Any]) -> QuerySca
     return QueryScaling(float(beta), int(length))
 
 
-def _spec(config: dict[str, Any]) -> ModelSpec:
-    return ministral3_spec(config, "ministral3")
-
-
 MINISTRAL3 = ModelFamily(
     name="ministral3",
-    model_types=("ministral3",),
     architectures=("Ministral3ForCausalLM",),
     rules=DENSE_RULES,
-    make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
+    make_spec=ministral3_spec,
 )

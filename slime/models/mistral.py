@@ -1,5 +1,5 @@
-"""Mistral 7B, Mistral Nemo, Zephyr, Ministral 8B: Llama without biases; all layers have a window of
-``sliding_window`` tokens if the field is set."""
+"""Mistral 7B, Zephyr, Mistral Nemo, Ministral 8B (``MistralForCausalLM``): Llama with a window of
+``sliding_window`` tokens in all layers, 4,096 if config.json does not have the field."""
 
 from __future__ import annotations
 
@@ -7,27 +7,21 @@ from typing import Any
 
 from slime.models.decoder import decoder_spec, windows_everywhere
 from slime.models.spec import ModelSpec
-from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
+from slime.models.table import DENSE_RULES, ModelFamily
 
 #: Defaults of transformers' MistralConfig for fields that config.json lacks.
 _DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 
 
-def mistral_spec(config: dict[str, Any], family: str) -> ModelSpec:
+def mistral_spec(config: dict[str, Any]) -> ModelSpec:
     """Read the decoder of a Mistral; raises as `decoder_spec`."""
     config = {**_DEFAULTS, **config}
-    return decoder_spec(config, family, **windows_everywhere(config))
-
-
-def _spec(config: dict[str, Any]) -> ModelSpec:
-    return mistral_spec(config, "mistral")
+    return decoder_spec(config, **windows_everywhere(config))
 
 
 MISTRAL = ModelFamily(
     name="mistral",
-    model_types=("mistral",),
     architectures=("MistralForCausalLM",),
     rules=DENSE_RULES,
-    make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
+    make_spec=mistral_spec,
 )

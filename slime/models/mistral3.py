@@ -1,5 +1,7 @@
-"""Mistral-Small-3.1 and 3.2, Ministral 3 (``Mistral3ForConditionalGeneration``): vision models with
-the decoder of Mistral or Ministral 3. Only the text part is trained."""
+"""Mistral-Small-3.1 and 3.2, Ministral-3-3B, 8B and 14B, Devstral-Small-2
+(``Mistral3ForConditionalGeneration``): vision models with the decoder of Mistral or Ministral 3, of
+which only the text part is trained (docs/model-families.md#text-parts). The instruct models of
+Ministral 3 are published in FP8; those whose names end in BF16 are plain."""
 
 from __future__ import annotations
 
@@ -24,12 +26,11 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
             why=f"text_config of config.json has it; supported are {' and '.join(_DECODERS)}",
             fix="choose a model with such a decoder, e.g. Mistral-Small-3.2 or Ministral 3",
         )
-    return _DECODERS[kind](inner, "mistral3")
+    return _DECODERS[kind](inner)
 
 
 MISTRAL3 = ModelFamily(
     name="mistral3",
-    model_types=("mistral3",),
     architectures=("Mistral3ForConditionalGeneration",),
     rules=under(DENSE_RULES),
     make_spec=_spec,

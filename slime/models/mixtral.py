@@ -1,4 +1,5 @@
-"""Mixtral (``MixtralForCausalLM``): Mistral with experts and a softmax router in all layers."""
+"""Mixtral 8x7B and 8x22B (``MixtralForCausalLM``): Mistral with experts in all layers, chosen by a
+softmax router."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from slime.models.decoder import (
 )
 from slime.models.rules import renamed
 from slime.models.spec import ModelSpec, require
-from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, MOE_RULES, ModelFamily
+from slime.models.table import DENSE_RULES, MOE_RULES, ModelFamily
 
 #: Defaults of transformers' MixtralConfig for fields that config.json lacks.
 _DEFAULTS = {
@@ -43,7 +44,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     }
     return decoder_spec(
         config,
-        "mixtral",
         default_rotary_base=1e6,
         moe_layer_freq=moe_layer_freq([True] * int(require(config, "num_hidden_layers"))),
         **softmax_router(routed),
@@ -53,9 +53,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 MIXTRAL = ModelFamily(
     name="mixtral",
-    model_types=("mixtral",),
     architectures=("MixtralForCausalLM",),
     rules=DENSE_RULES + renamed(MOE_RULES, MIXTRAL_NAMES),
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
 )

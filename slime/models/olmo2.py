@@ -1,5 +1,5 @@
-"""OLMo-2 (``Olmo2ForCausalLM``): norms after attention and MLP instead of before them, and norms
-that span all heads of queries or keys."""
+"""OLMo-2 (``Olmo2ForCausalLM``): norms after attention and MLP instead of before them; norms over
+all heads of queries or keys together, so tensor parallelism must divide the heads of keys."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from typing import Any
 
 from slime.models.decoder import decoder_spec
 from slime.models.spec import ModelSpec
-from slime.models.table import COMPUTED_BUFFERS, POST_NORM_RULES, ModelFamily
+from slime.models.table import POST_NORM_RULES, ModelFamily
 
 #: Defaults of transformers' Olmo2Config for fields that config.json lacks.
 _DEFAULTS = {"rms_norm_eps": 1e-5}
 
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
-    return olmo_spec({**_DEFAULTS, **config}, "olmo2")
+    return olmo_spec({**_DEFAULTS, **config})
 
 
-def olmo_spec(config: dict[str, Any], family: str, **extra: Any) -> ModelSpec:
+def olmo_spec(config: dict[str, Any], **extra: Any) -> ModelSpec:
     """Make the spec of a family with this placement of norms; ``config`` includes its defaults."""
     bias = bool(config.get("attention_bias"))
     return decoder_spec(
         config,
-        family,
         add_qkv_bias=bias,
         output_bias=bias,
         pre_norms=False,
@@ -34,9 +33,7 @@ def olmo_spec(config: dict[str, Any], family: str, **extra: Any) -> ModelSpec:
 
 OLMO2 = ModelFamily(
     name="olmo2",
-    model_types=("olmo2",),
     architectures=("Olmo2ForCausalLM",),
     rules=POST_NORM_RULES,
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
 )

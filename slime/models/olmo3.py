@@ -1,5 +1,5 @@
-"""OLMo-3 (``Olmo3ForCausalLM``): OLMo-2 with a window in three of four layers; the rotary embedding
-of these layers is never scaled."""
+"""OLMo-3 (``Olmo3ForCausalLM``): OLMo-2 with a window in three of four layers, whose rotary
+embedding is never scaled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     kinds = layer_kinds(config, every_nth_full(config, 4))
     return olmo_spec(
         config,
-        "olmo3",
         layer_rotary=tuple("main" if kind == FULL else "local" for kind in kinds),
         local_rotary=local,
         **windows(config, kinds),
@@ -36,7 +35,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 OLMO3 = ModelFamily(
     name="olmo3",
-    model_types=("olmo3",),
     architectures=("Olmo3ForCausalLM",),
     rules=OLMO2.rules,
     make_spec=_spec,

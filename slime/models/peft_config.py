@@ -3,6 +3,7 @@ base."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,6 +18,11 @@ _FROZEN_COPY = re.compile(r".*\.(embed_tokens|lm_head)\.base_layer\.weight")
 
 def is_adapter_dir(path: str | Path) -> bool:
     return (Path(path) / CONFIG).is_file()
+
+
+def scale_of(config: Mapping[str, Any], alpha: float, rank: int) -> float:
+    """Return the factor of B·A·x: ``alpha / rank``, or for rsLoRA ``alpha / √rank``."""
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def plain_config(

@@ -1,6 +1,7 @@
-"""Phi-3 and Phi-4 (``Phi3ForCausalLM``): Llama with queries, keys and values in one tensor, and
-gate and up in another. Phi-4-mini rotates three quarters of each head with longrope, whose factors
-for sequences up to the original length are used."""
+"""Phi-3-mini-4k, Phi-4, Phi-4-mini (``Phi3ForCausalLM``): Llama with queries, keys and values in
+one tensor, and gate and up in another; part of each head rotated if config.json says so. longrope
+(Phi-4-mini, Phi-3 with long contexts) up to the original length (docs/model-families.md#longrope).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from slime.errors import UserError
 from slime.models.decoder import decoder_spec, windows_everywhere
 from slime.models.mixers import STACKED_QKV_RULES
 from slime.models.spec import ModelSpec
-from slime.models.table import COMPUTED_BUFFERS, OUTER_RULES, STACKED_MLP_RULES, ModelFamily
+from slime.models.table import OUTER_RULES, STACKED_MLP_RULES, ModelFamily
 
 #: Defaults of transformers' Phi3Config for fields that config.json lacks.
 _DEFAULTS = {
@@ -28,7 +29,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     for key in ("rope_parameters", "rope_scaling"):
         if config.get(key):
             config[key] = _with_longrope(config[key])
-    return decoder_spec(config, "phi3", default_rotary_percent=1.0, **windows_everywhere(config))
+    return decoder_spec(config, default_rotary_percent=1.0, **windows_everywhere(config))
 
 
 def _with_longrope(settings: dict[str, Any]) -> dict[str, Any]:
@@ -52,9 +53,7 @@ def _with_longrope(settings: dict[str, Any]) -> dict[str, Any]:
 
 PHI3 = ModelFamily(
     name="phi3",
-    model_types=("phi3",),
     architectures=("Phi3ForCausalLM",),
     rules=OUTER_RULES + STACKED_QKV_RULES + STACKED_MLP_RULES,
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
 )

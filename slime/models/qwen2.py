@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama with biases on query, key and value."""
+"""Qwen2, Qwen2.5 (``Qwen2ForCausalLM``): Llama with biases on query, key and value."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 from slime.models.decoder import decoder_spec, windows_from_layer
 from slime.models.spec import ModelSpec
-from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
+from slime.models.table import DENSE_RULES, ModelFamily
 
 #: Defaults of transformers' Qwen2Config for fields that config.json lacks.
 _DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
 
 
-def qwen2_spec(config: dict[str, Any], family: str, default_base: float = 10000.0) -> ModelSpec:
+def qwen2_spec(config: dict[str, Any], default_base: float = 10000.0) -> ModelSpec:
     """Read the decoder of a Qwen2; raises as `decoder_spec`.
 
     Args:
@@ -21,22 +21,15 @@ def qwen2_spec(config: dict[str, Any], family: str, default_base: float = 10000.
     config = {**_DEFAULTS, **config}
     return decoder_spec(
         config,
-        family,
         add_qkv_bias=True,
         default_rotary_base=default_base,
         **windows_from_layer(config),
     )
 
 
-def _spec(config: dict[str, Any]) -> ModelSpec:
-    return qwen2_spec(config, "qwen2")
-
-
 QWEN2 = ModelFamily(
     name="qwen2",
-    model_types=("qwen2",),
     architectures=("Qwen2ForCausalLM",),
     rules=DENSE_RULES,
-    make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
+    make_spec=qwen2_spec,
 )

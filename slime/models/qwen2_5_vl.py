@@ -1,8 +1,6 @@
-"""Qwen2.5-VL (``Qwen2_5_VLForConditionalGeneration``): vision models with the decoder of Qwen2.
-
-Published files name the decoder's tensors like a text model's, and describe the decoder at the top
-level of config.json. transformers 5 describes it in ``text_config``.
-"""
+"""Qwen2.5-VL (``Qwen2_5_VLForConditionalGeneration``): vision models (docs/images.md) with the
+decoder of Qwen2. Published files describe the decoder at the top level of config.json and name its
+tensors like a text model's; transformers 5 describes it in ``text_config``."""
 
 from __future__ import annotations
 
@@ -33,12 +31,11 @@ def _decoder(config: dict[str, Any]) -> dict[str, Any]:
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
     inner = text_rotary(_decoder(config), kinds=("default", "mrope"))
-    return qwen2_spec({**_DEFAULTS, **inner}, "qwen2_5_vl", _DEFAULT_BASE)
+    return qwen2_spec({**_DEFAULTS, **inner}, _DEFAULT_BASE)
 
 
 QWEN2_5_VL = ModelFamily(
     name="qwen2_5_vl",
-    model_types=("qwen2_5_vl",),
     architectures=("Qwen2_5_VLForConditionalGeneration",),
     rules=(*DENSE_RULES, *QWEN2_5_TOWER),
     make_spec=_spec,

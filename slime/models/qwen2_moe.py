@@ -1,5 +1,5 @@
-"""Qwen1.5-MoE and Qwen2-MoE (``Qwen2MoeForCausalLM``): Qwen2's attention, experts with a softmax
-router, and a shared expert with a gate per token."""
+"""Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B (``Qwen2MoeForCausalLM``): Qwen2's attention, experts chosen by
+a softmax router, and a shared expert with a gate per token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from slime.models.layouts import REPLICATED
 from slime.models.rules import HF_MLP, MLP, Rule, renamed
 from slime.models.spec import ModelSpec, require
 from slime.models.table import (
-    COMPUTED_BUFFERS,
     DENSE_RULES,
     MOE_RULES,
     ModelFamily,
@@ -50,7 +49,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     window = config["sliding_window"] if is_on else None
     return decoder_spec(
         config,
-        "qwen2_moe",
         add_qkv_bias=bool(config["qkv_bias"]),
         moe_layer_freq=sparse_step_layers(config),
         moe_shared_expert_intermediate_size=int(config["shared_expert_intermediate_size"]),
@@ -75,9 +73,7 @@ GATED_MOE_RULES = (
 
 QWEN2_MOE = ModelFamily(
     name="qwen2_moe",
-    model_types=("qwen2_moe",),
     architectures=("Qwen2MoeForCausalLM",),
     rules=DENSE_RULES + GATED_MOE_RULES,
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
 )

@@ -1,4 +1,5 @@
-"""Qwen3 (dense): no biases, an RMS norm over each query and key head."""
+"""Qwen3, dense (``Qwen3ForCausalLM``): a norm over each query and key head; ``attention_bias`` puts
+biases on all four projections of attention."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from typing import Any
 
 from slime.models.decoder import decoder_spec, windows_from_layer
 from slime.models.spec import ModelSpec
-from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
+from slime.models.table import DENSE_RULES, ModelFamily
 
 #: Defaults of transformers' Qwen3Config for fields that config.json lacks.
 _DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128}
@@ -17,7 +18,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     bias = bool(config.get("attention_bias"))
     return decoder_spec(
         config,
-        "qwen3",
         qk_layernorm=True,
         add_qkv_bias=bias,
         output_bias=bias,
@@ -27,9 +27,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 QWEN3 = ModelFamily(
     name="qwen3",
-    model_types=("qwen3",),
     architectures=("Qwen3ForCausalLM",),
     rules=DENSE_RULES,
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
 )

@@ -1,5 +1,6 @@
-"""Qwen3.5, 3.6 and 3.8, dense: Qwen3-Next's layers, with the projections of gated delta nets in
-four matrices.
+"""Qwen3.5 and 3.6, dense; Qwen3.8-27B: Qwen3-Next's layers, with the projections of gated delta
+nets in four matrices. With ``--multimodal-keys`` they see images (docs/images.md). Without it the
+text part is trained, and an export copies the vision tower.
 
 Text models (``Qwen3_5ForCausalLM``) have the usual names. Vision models
 (``Qwen3_5ForConditionalGeneration``) have their decoder in ``model.language_model`` and describe it
@@ -27,22 +28,18 @@ _DEFAULTS = {
 
 
 def _text_spec(config: dict[str, Any]) -> ModelSpec:
-    return _dense_spec({**_DEFAULTS, **config}, "qwen3_5_text")
+    config = {**_DEFAULTS, **config}
+    return hybrid_spec(config, **gates(config))
 
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
-    return _dense_spec({**_DEFAULTS, **text_config(config)}, "qwen3_5")
-
-
-def _dense_spec(config: dict[str, Any], family: str) -> ModelSpec:
-    return hybrid_spec(config, family, **gates(config))
+    return _text_spec(text_config(config))
 
 
 _RULES = (*OUTER_RULES, *GATED_ATTENTION.rules, *SPLIT_DELTA_RULES, *MLP_RULES)
 
 QWEN3_5_TEXT = ModelFamily(
     name="qwen3_5_text",
-    model_types=("qwen3_5_text",),
     architectures=("Qwen3_5ForCausalLM",),
     rules=_RULES,
     make_spec=_text_spec,
@@ -52,7 +49,6 @@ QWEN3_5_TEXT = ModelFamily(
 
 QWEN3_5 = ModelFamily(
     name="qwen3_5",
-    model_types=("qwen3_5",),
     architectures=("Qwen3_5ForConditionalGeneration",),
     rules=(*inside(_RULES), *QWEN3_TOWER),
     make_spec=_spec,

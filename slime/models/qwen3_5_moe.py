@@ -1,5 +1,7 @@
-"""Qwen3.5, 3.6 and 3.8 with experts: Qwen3.5's layers, and Qwen3-Next's experts in one stack per
-projection and layer; a softmax router whose chosen scores are always normalised."""
+"""Qwen3.5-35B-A3B and larger, Qwen3.6-35B-A3B, Qwen3.8-2.4T-A95B: Qwen3.5's layers, and
+Qwen3-Next's experts in one stack per projection and layer; a softmax router whose chosen scores are
+always normalised. Folders with one tensor per expert, as transformers writes them, load too; an
+export has stacks."""
 
 from __future__ import annotations
 
@@ -28,28 +30,20 @@ _DEFAULTS = {
 
 
 def _text_spec(config: dict[str, Any]) -> ModelSpec:
-    return _moe_spec({**_DEFAULTS, **config}, "qwen3_5_moe_text")
-
-
-def _spec(config: dict[str, Any]) -> ModelSpec:
-    return _moe_spec({**_DEFAULTS, **text_config(config)}, "qwen3_5_moe")
-
-
-def _moe_spec(config: dict[str, Any], family: str) -> ModelSpec:
-    config = {
-        **config,
-        "intermediate_size": require(config, "moe_intermediate_size"),  # no layer is dense
-        "norm_topk_prob": True,
-    }
+    config = {**_DEFAULTS, **config, "norm_topk_prob": True}
+    config["intermediate_size"] = require(config, "moe_intermediate_size")  # no layer is dense
     return hybrid_spec(
         config,
-        family,
         moe_layer_freq=1,
         moe_shared_expert_intermediate_size=int(config["shared_expert_intermediate_size"]),
         moe_shared_expert_gate=True,
         **softmax_router(config),
         **gates(config),
     )
+
+
+def _spec(config: dict[str, Any]) -> ModelSpec:
+    return _text_spec(text_config(config))
 
 
 _RULES = (
@@ -62,7 +56,6 @@ _RULES = (
 
 QWEN3_5_MOE_TEXT = ModelFamily(
     name="qwen3_5_moe_text",
-    model_types=("qwen3_5_moe_text",),
     architectures=("Qwen3_5MoeForCausalLM",),
     rules=_RULES,
     make_spec=_text_spec,
@@ -72,7 +65,6 @@ QWEN3_5_MOE_TEXT = ModelFamily(
 
 QWEN3_5_MOE = ModelFamily(
     name="qwen3_5_moe",
-    model_types=("qwen3_5_moe",),
     architectures=("Qwen3_5MoeForConditionalGeneration",),
     rules=(*inside(_RULES), *QWEN3_TOWER),
     make_spec=_spec,

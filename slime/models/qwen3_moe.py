@@ -1,5 +1,5 @@
-"""Qwen3-MoE: Qwen3's attention, experts in all layers or some, chosen by a softmax router; no
-shared experts."""
+"""Qwen3-30B-A3B, Qwen3-235B-A22B (``Qwen3MoeForCausalLM``): Qwen3's attention; experts in all
+layers or some, chosen by a softmax router, without shared experts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from slime.models.decoder import (
     windows_everywhere,
 )
 from slime.models.spec import ModelSpec
-from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, MOE_RULES, ModelFamily
+from slime.models.table import DENSE_RULES, MOE_RULES, ModelFamily
 
 #: Defaults of transformers' Qwen3MoeConfig for fields that config.json lacks.
 _DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 4}
 
 
-def qwen3_moe_spec(config: dict[str, Any], family: str, default_base: float = 10000.0) -> ModelSpec:
+def qwen3_moe_spec(config: dict[str, Any], default_base: float = 10000.0) -> ModelSpec:
     """Read the decoder of a Qwen3-MoE; raises as `decoder_spec`.
 
     Args:
@@ -28,7 +28,6 @@ def qwen3_moe_spec(config: dict[str, Any], family: str, default_base: float = 10
     bias = bool(config.get("attention_bias"))
     return decoder_spec(
         config,
-        family,
         default_rotary_base=default_base,
         qk_layernorm=True,
         add_qkv_bias=bias,
@@ -39,15 +38,9 @@ def qwen3_moe_spec(config: dict[str, Any], family: str, default_base: float = 10
     )
 
 
-def _spec(config: dict[str, Any]) -> ModelSpec:
-    return qwen3_moe_spec(config, "qwen3_moe")
-
-
 QWEN3_MOE = ModelFamily(
     name="qwen3_moe",
-    model_types=("qwen3_moe",),
     architectures=("Qwen3MoeForCausalLM",),
     rules=DENSE_RULES + MOE_RULES,
-    make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
+    make_spec=qwen3_moe_spec,
 )

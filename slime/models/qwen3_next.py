@@ -1,5 +1,6 @@
-"""Qwen3-Next (``Qwen3NextForCausalLM``): gated delta nets in three of four layers, gated attention
-in the fourth, norms that multiply by 1 + weight, and Qwen2-MoE's experts."""
+"""Qwen3-Next-80B-A3B (``Qwen3NextForCausalLM``): gated delta nets (docs/model-families.md#hybrids)
+in three of four layers, gated attention in the fourth, norms that multiply by 1 + weight, and
+Qwen2-MoE's experts."""
 
 from __future__ import annotations
 
@@ -29,7 +30,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     config = {**_DEFAULTS, **config}
     return hybrid_spec(
         config,
-        "qwen3_next",
         moe_layer_freq=sparse_step_layers(config),
         moe_shared_expert_intermediate_size=int(config["shared_expert_intermediate_size"]),
         moe_shared_expert_gate=True,
@@ -39,7 +39,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 QWEN3_NEXT = ModelFamily(
     name="qwen3_next",
-    model_types=("qwen3_next",),
     architectures=("Qwen3NextForCausalLM",),
     rules=(
         *OUTER_RULES,

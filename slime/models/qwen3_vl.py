@@ -1,5 +1,5 @@
-"""Qwen3-VL, dense (``Qwen3VLForConditionalGeneration``): vision models with the decoder of
-Qwen3."""
+"""Qwen3-VL, dense (``Qwen3VLForConditionalGeneration``): vision models (docs/images.md) with the
+decoder of Qwen3."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     bias = bool(inner.get("attention_bias"))
     return decoder_spec(
         inner,
-        "qwen3_vl",
         qk_layernorm=True,
         add_qkv_bias=bias,
         output_bias=bias,
@@ -37,7 +36,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 QWEN3_VL = ModelFamily(
     name="qwen3_vl",
-    model_types=("qwen3_vl",),
     architectures=("Qwen3VLForConditionalGeneration",),
     rules=(*inside(DENSE_RULES), *QWEN3_TOWER),
     make_spec=_spec,

@@ -1,5 +1,7 @@
-"""Qwen3-VL with experts (``Qwen3VLMoeForConditionalGeneration``): vision models with the decoder of
-Qwen3-MoE, whose chosen scores are always normalised. Experts are stacked: [experts, in, out]."""
+"""Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B (``Qwen3VLMoeForConditionalGeneration``): vision models
+(docs/images.md) with the decoder of Qwen3-MoE, whose chosen scores are always normalised. Experts
+are stacks [experts, in, out]. [experts, out, in], as transformers writes them, loads too, but not
+into SGLang; an export has the published layout."""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ _DEFAULT_BASE = 5e5
 def _spec(config: dict[str, Any]) -> ModelSpec:
     inner = {**_DEFAULTS, **text_rotary(text_config(config))}
     inner |= {"norm_topk_prob": True, "use_sliding_window": False}
-    return qwen3_moe_spec(inner, "qwen3_vl_moe", _DEFAULT_BASE)
+    return qwen3_moe_spec(inner, _DEFAULT_BASE)
 
 
 def _transposed(rule: Rule) -> Rule:
@@ -44,7 +46,6 @@ def _transposed(rule: Rule) -> Rule:
 
 QWEN3_VL_MOE = ModelFamily(
     name="qwen3_vl_moe",
-    model_types=("qwen3_vl_moe",),
     architectures=("Qwen3VLMoeForConditionalGeneration",),
     rules=(*inside([*DENSE_RULES, *map(_transposed, MOE_RULES)]), *QWEN3_TOWER),
     make_spec=_spec,

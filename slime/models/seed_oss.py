@@ -1,4 +1,4 @@
-"""Seed-OSS (``SeedOssForCausalLM``): Llama with biases on query, key and value."""
+"""Seed-OSS-36B (``SeedOssForCausalLM``): Llama with biases on query, key and value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from slime.models.decoder import decoder_spec
 from slime.models.spec import ModelSpec
-from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
+from slime.models.table import DENSE_RULES, ModelFamily
 
 #: Defaults of transformers' SeedOssConfig for fields that config.json lacks.
 _DEFAULTS = {
@@ -22,7 +22,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     config = {**_DEFAULTS, **config}
     return decoder_spec(
         config,
-        "seed_oss",
         add_qkv_bias=bool(config["attention_bias"]),
         output_bias=bool(config.get("attention_out_bias")),
         mlp_bias=bool(config.get("mlp_bias")),
@@ -31,9 +30,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 SEED_OSS = ModelFamily(
     name="seed_oss",
-    model_types=("seed_oss",),
     architectures=("SeedOssForCausalLM",),
     rules=DENSE_RULES,
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
 )

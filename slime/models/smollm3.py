@@ -1,4 +1,4 @@
-"""SmolLM3 (``SmolLM3ForCausalLM``): Llama with layers that have no rotary embedding."""
+"""SmolLM3-3B (``SmolLM3ForCausalLM``): Llama without rotary embedding in every fourth layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from slime.errors import UserError
 from slime.models.decoder import FULL, SLIDING, decoder_spec, layer_kinds, windows
 from slime.models.spec import ModelSpec, require
-from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
+from slime.models.table import DENSE_RULES, ModelFamily
 
 #: Defaults of transformers' SmolLM3Config for fields that config.json lacks.
 _DEFAULTS = {
@@ -27,7 +27,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     bias = bool(config.get("attention_bias"))
     return decoder_spec(
         config,
-        "smollm3",
         default_rotary_base=_BASE,
         add_qkv_bias=bias,
         output_bias=bias,
@@ -57,9 +56,7 @@ def _rotated_layers(config: dict[str, Any]) -> list[bool]:
 
 SMOLLM3 = ModelFamily(
     name="smollm3",
-    model_types=("smollm3",),
     architectures=("SmolLM3ForCausalLM",),
     rules=DENSE_RULES,
     make_spec=_spec,
-    ignored=COMPUTED_BUFFERS,
 )

@@ -179,6 +179,11 @@ class ModelSpec:
         return int(self.transformer["num_query_groups"])
 
     @property
+    def has_bidirectional_images(self) -> bool:
+        """Whether the tokens of an image attend to each other in both directions."""
+        return self.vision is not None and self.vision.kind.bidirectional
+
+    @property
     def is_mla(self) -> bool:
         """Multi-latent attention: queries, keys and values come from low-rank projections."""
         return bool(self.transformer.get("multi_latent_attention"))

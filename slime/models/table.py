@@ -170,16 +170,24 @@ class Match:
     exports: tuple[str, ...]
 
 
+#: Buffers in old checkpoints, which are computed instead of loaded.
+COMPUTED_BUFFERS = (
+    r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+    r"model\.rotary_emb\.inv_freq",
+)
+
+
 @dataclass(frozen=True)
 class ModelFamily:
     """A conversion table.
 
     Attributes:
-        name: short name, also accepted by ``--model-name``.
-        model_types: values of ``model_type`` in config.json.
+        name: its ``model_type`` in config.json, also accepted by ``--model-name``.
         architectures: class names accepted if no family has the ``model_type``.
         rules: the table.
-        make_spec: config dict → ModelSpec; raises UserError for unsupported settings.
+        make_spec: config dict → ModelSpec, whose ``family`` is still empty; raises UserError for
+            unsupported settings.
+        other_model_types: further values of ``model_type``.
         ignored: regular expressions (full match) of Hugging Face tensors that are not loaded. A
             group named ``mtp_layer`` must match the number of a multi-token-prediction layer after
             the decoder's layers.
@@ -195,17 +203,22 @@ class ModelFamily:
     """
 
     name: str
-    model_types: tuple[str, ...]
     architectures: tuple[str, ...]
     rules: tuple[Rule, ...]
     make_spec: Callable[[dict[str, Any]], ModelSpec]
-    ignored: tuple[str, ...] = ()
+    other_model_types: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = COMPUTED_BUFFERS
     carried: tuple[str, ...] = ()
     fused: tuple[FusedLoad, ...] = ()
     vision: VisionKind | None = None
     read_vision: Callable[[Mapping[str, Any], VisionKind, int], VisionSpec] = read_vision
     other_names: tuple[str, str] | None = None
     modules: ModuleNames = SAME_NAMES
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """Return the values of ``model_type`` in config.json."""
+        return (self.name, *self.other_model_types)
 
     def describe(self, hf_config: HfConfig) -> ModelSpec:
         """Read the architecture from a config (dict, transformers config, file or directory).
@@ -215,7 +228,7 @@ class ModelFamily:
                 family has no implemented vision tower.
         """
         config = read_hf_config(hf_config)
-        spec = self.make_spec(config)
+        spec = replace(self.make_spec(config), family=self.name)
         if not sees(config):
             return spec
         if self.vision is None:
@@ -298,12 +311,8 @@ class ModelFamily:
                         return _filled(rule, numbers, spec)
         return None
 
-    def expected_hf_names(self, spec: ModelSpec) -> Iterator[str]:
-        """Iterate over the names of all tensors of a complete checkpoint, layer by layer."""
-        return (name for name, _ in self.hf_tensors(spec))
-
     def hf_tensors(self, spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Iterate over (name, shape) of all tensors of a complete checkpoint."""
+        """Iterate over (name, shape) of all tensors of a complete checkpoint, layer by layer."""
         places = [(rule, -1) for rule in self.rules if not rule.is_of_layer]
         places += [
             (rule, layer)
@@ -537,9 +546,3 @@ POST_NORM_RULES = (
 
 #: Multi-token-prediction layers, numbered after the decoder's layers.
 MTP_LAYERS = (r"model\.layers\.(?P<mtp_layer>\d+)\..*",)
-
-#: Buffers in old checkpoints, which are computed instead of loaded.
-COMPUTED_BUFFERS = (
-    r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
-    r"model\.rotary_emb\.inv_freq",
-)

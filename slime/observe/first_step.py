@@ -47,14 +47,14 @@ def first_step_lines(metrics: Mapping[str, float], *, templated: bool = False) -
     most = max(-value for value in scored.values())
     if most > _EXTREME:
         lines.append(
-            f"  {most:.1f} nats per token is extreme: of a trained model it means wrong weights, a "
-            "wrong tokenizer or a wrong model configuration (slime doctor; slime align; "
+            f"  {most:.1f} nats per token is extreme: for a trained model it means wrong weights, "
+            "a wrong tokenizer or a wrong model configuration (slime doctor; slime align; "
             "--check-weight-update-equal)"
         )
     elif most > _LARGE and not templated:
         lines.append(
-            f"  {most:.1f} nats per token is much: usual of an untrained model, or of a base model "
-            "at a high --rollout-temperature; of an instruct model it means that prompts do not "
+            f"  {most:.1f} nats per token is much: usual for an untrained model, or a base model "
+            "at a high --rollout-temperature; for an instruct model it means that prompts do not "
             "follow its chat template (--apply-chat-template)"
         )
     return lines

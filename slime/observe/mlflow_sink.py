@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from slime.errors import UserError
 from slime.files import json_safe
 from slime.log import get_logger
-from slime.observe.kept_names import kept, shown_name, tracker_package
 from slime.observe.run_folder import RunFolder
+from slime.observe.trackers import kept, shown_name, tracker_package
 from slime.redact import redacted
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ Example (what a driver does):
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -34,6 +35,7 @@ from slime.observe.jsonl_sink import JsonlSink, metrics_row
 from slime.observe.phases import PhaseTimer, now
 from slime.observe.run_data import read_metrics
 from slime.observe.run_folder import RunFolder
+from slime.observe.trackers import TRACKERS
 
 if TYPE_CHECKING:
     from slime.config.config import Config
@@ -293,20 +295,9 @@ def _make_sinks(
 
         names = (config.observe.tb_project_name, config.observe.tb_experiment_name)
         sinks.append(TensorBoardSink(run.tensorboard.joinpath(*filter(None, names))))
-    if config.observe.use_wandb:
-        from slime.observe.wandb_sink import WandbSink
-
-        sinks.append(WandbSink(config, run))
-    if config.observe.use_mlflow:
-        from slime.observe.mlflow_sink import MlflowSink
-
-        sinks.append(MlflowSink(config, run))
-    if config.observe.use_trackio:
-        from slime.observe.trackio_sink import TrackioSink
-
-        sinks.append(TrackioSink(config, run))
-    if config.observe.use_swanlab:
-        from slime.observe.swanlab_sink import SwanlabSink
-
-        sinks.append(SwanlabSink(config, run))
+    sinks += [
+        pkgutil.resolve_name(tracker.sink)(config, run)
+        for tracker in TRACKERS.values()
+        if tracker.is_chosen(config)
+    ]
     return console_sink, sinks

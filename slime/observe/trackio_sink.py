@@ -6,8 +6,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from slime.files import json_safe
-from slime.observe.kept_names import shown_name, tracker_package
 from slime.observe.run_folder import RunFolder
+from slime.observe.trackers import shown_name, tracker_package
 from slime.redact import redacted
 
 if TYPE_CHECKING:

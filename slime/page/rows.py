@@ -206,7 +206,7 @@ def order_of(query: Query) -> str:
     return f"{column} {way} NULLS LAST{f', step {way}' if column != 'step' else ''}, id {way}"
 
 
-# -- training's values of tokens -------------------------------------------------------------------
+# -- values of tokens in training ------------------------------------------------------------------
 
 #: Key of a sample → its line; the key is text, because lines may hold anything.
 _Training = dict[bytes, dict[str, Any]]

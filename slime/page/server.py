@@ -55,7 +55,7 @@ class Runs:
         self._looking = threading.Lock()
         runs_below(paths)  # raise errors in the paths at once
         self._find()
-        self._thread = threading.Thread(target=self._keep_looking, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._keep_fresh, name="watch", daemon=True)
 
     def _find(self) -> None:
         for given in self._paths:
@@ -72,7 +72,7 @@ class Runs:
             self._tried(path, watch.refresh)
         self._refreshed = time.monotonic()
 
-    def _goes_on(self) -> bool:
+    def _refresh_unless_closed(self) -> bool:
         """Keep curves up to date while an index is built, which may take minutes; False if the
         server ends."""
         if time.monotonic() - self._refreshed > deadlines.PAGE_POLL:
@@ -112,10 +112,12 @@ class Runs:
             for path, watch in self._watches.items():
                 if self._stop.is_set():
                     return
-                update = functools.partial(watch.index.update, watch.stages(), self._goes_on)
+                update = functools.partial(
+                    watch.index.update, watch.stages(), self._refresh_unless_closed
+                )
                 self._tried(path, update)
 
-    def _keep_looking(self) -> None:
+    def _keep_fresh(self) -> None:
         while not self._stop.is_set():
             try:
                 self.look()

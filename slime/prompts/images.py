@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 #: Text that may be base64 if it is not a path; shorter text counts as the name of a file.
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
 _FIX = "repair or remove the files"
-#: Most bytes of a downloaded file.
+#: Maximum bytes of a downloaded file.
 _LARGEST_FILE = 1 << 26
 
 #: Bytes of an image, or the path of its file.

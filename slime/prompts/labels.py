@@ -12,11 +12,9 @@ import math
 from decimal import Decimal
 from typing import Any
 
+from slime.config.groups_rollout import REWARD_TYPES
 from slime.prompts.problems import RowProblem, missing_key
 
-#: Built-in rewards that compare the response with a label, which must then be text, a number, a
-#: boolean or a date.
-_COMPARING = frozenset({"math", "deepscaler", "dapo", "f1", "gpqa"})
 #: Built-in rewards that read a number as the position of a choice.
 _POSITIONS = frozenset({"gpqa"})
 _DATES = (datetime.date, datetime.time, datetime.timedelta)
@@ -76,7 +74,8 @@ def written_integer(text: str) -> int | NumberAsWritten:
 
 def compares_labels(rm_type: str | None) -> bool:
     """Whether this built-in reward compares the response with the label."""
-    return (rm_type or "").removeprefix("boxed_") in _COMPARING
+    reward = REWARD_TYPES.get((rm_type or "").removeprefix("boxed_"))
+    return reward is not None and reward.compares_label
 
 
 def read_label(row: dict[str, Any], key: str, flag: str, *, raw: bool, rm_type: str) -> Any:

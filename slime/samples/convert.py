@@ -271,8 +271,8 @@ def _refused(columns: Columns, position: int, what: str, fix: str) -> UserError:
 def _plan(columns: Columns, config: Config, layout: TrainLayout) -> PackingPlan:
     train = config.train
     max_tokens = None
-    if train.use_dynamic_batch_size and train.max_tokens_per_gpu:
-        max_tokens = train.max_tokens_per_gpu * layout.context_parallel_size
+    if train.packed_tokens:
+        max_tokens = train.packed_tokens * layout.context_parallel_size
     lengths = [len(tokens) for tokens in columns.tokens]
     costs = None
     path = config.checkpoint.hf_checkpoint

@@ -41,7 +41,7 @@ class NonFiniteTraining(UserError):
 
     Args:
         functions: names of the user's functions that computed the loss, if any
-            (`slime.trainer.user_functions.behind_the_loss`).
+            (`slime.trainer.user_functions.functions_before_loss`).
         of_critic: whether the step is the critic's.
     """
 

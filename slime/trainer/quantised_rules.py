@@ -166,8 +166,7 @@ def _check_frozen_base(config: Config) -> None:
     from slime.engines.wire.buckets import dtype_name
     from slime.weights.route import flag_dtype
 
-    megatron = config.megatron
-    trained = "float32" if megatron.fp32 else "bfloat16" if megatron.bf16 else "float16"
+    trained = config.megatron.dtype
     served = dtype_name(flag_dtype(config, hf_config))
     # float32 represents the values of 16-bit engines exactly; the reverse is not true
     if needs_engines(config) and trained not in ("float32", served):

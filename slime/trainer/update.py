@@ -66,8 +66,8 @@ from slime.trainer.user_functions import (
     ADVANTAGES,
     POSTPROCESS,
     UserFunctions,
-    behind_the_loss,
     change_rollout,
+    functions_before_loss,
 )
 from slime.user_code.loading import FunctionFailed, described, named
 
@@ -863,7 +863,7 @@ def _not_applied(
     indices = ranks.union([batch.sample_indices[i] for i in bad])
     # a dynamic loss scale adjusts itself by overflowing now and then
     is_routine = megatron.fp16 and not indices and megatron.optimizer.get("loss_scale") is None
-    functions = behind_the_loss(rank.config)
+    functions = functions_before_loss(rank.config)
     if not megatron.check_for_nan_in_loss_and_grad or is_routine:
         suspects = f"; look first at {', '.join(functions)}" if functions and not is_routine else ""
         logger.warning(

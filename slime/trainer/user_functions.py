@@ -76,7 +76,7 @@ _IN_THE_LOSS = (
 )
 
 
-def behind_the_loss(config: Config) -> list[str]:
+def functions_before_loss(config: Config) -> list[str]:
     """Return the names, for messages, of the user's functions that may have made a loss NaN."""
     flags = vars(config.flat())
     return [*named_functions(flags, _IN_THE_LOSS), *makers_of_samples(flags)]

@@ -158,7 +158,7 @@ def open_transport(
         await_turn: returns when this rank may send.
         together: tensors that engines must load in one call. A directory is one call.
     Raises:
-        UserError: the disk transport has no directory; memory cannot be shared with an engine.
+        UserError: memory cannot be shared with an engine.
         EngineError: an engine did not join the broadcast group.
     """
     flags = config.sync
@@ -167,15 +167,11 @@ def open_transport(
         return IpcTransport(fleet, engines, group, packing, route.in_runs)
     assert fleet is not None and stage is not None
     if route.kind == "disk":
-        if flags.update_weight_disk_dir is None or config.checkpoint.hf_checkpoint is None:
-            raise UserError(
-                "--update-weight-transport disk has no directory",
-                fix="pass --update-weight-disk-dir with one that trainer and engines both see, "
-                "and --hf-checkpoint",
-            )
-        keep = flags.update_weight_disk_keep_files
+        directory = flags.update_weight_disk_dir
         assets = config.checkpoint.hf_checkpoint
-        return DiskTransport(fleet, flags.update_weight_disk_dir, route.dtype, assets, keep)
+        assert directory is not None and assets is not None, "the checks of flags require both"
+        keep = flags.update_weight_disk_keep_files
+        return DiskTransport(fleet, directory, route.dtype, assets, keep)
     if route.kind == "shm":
         return SharedMemoryTransport(fleet, packing)
     await_turn()
@@ -237,7 +233,8 @@ def choose_route(
 ) -> str:
     """Choose the kind of transport.
 
-    "disk"       with ``--update-weight-transport disk``: a Hugging Face directory
+    "disk"       with ``--update-weight-transport disk``: a Hugging Face directory. Each value of
+                 the flag except "nccl" names a kind
     "shm"        shared memory on this host, without a GPU, with ``--colocate`` or to engines on the
                  CPU: it is the fastest between CPUs, and NCCL cannot join two processes of one GPU
     "ipc"        with ``--colocate``: handles of the trainer's buffers
@@ -247,9 +244,18 @@ def choose_route(
         transports: `Abilities.transports` of the engines.
         local: trainer and engines share a host.
         on_cpu: an engine computes on the CPU.
+    Raises:
+        UserError: the kind that the flag names does not reach the engines.
     """
-    if config.sync.update_weight_transport == "disk":
-        return "disk"
+    named = config.sync.update_weight_transport
+    if named != "nccl":
+        if named not in transports:
+            raise UserError(
+                f"--update-weight-transport {named} does not reach the engines",
+                why=f"they can receive weights by {', '.join(transports)}",
+                fix="leave the flag out",
+            )
+        return named
     shares_host = not torch.cuda.is_available() or config.cluster.colocate or on_cpu
     if "shm" in transports and local and shares_host:
         return "shm"

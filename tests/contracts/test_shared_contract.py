@@ -28,9 +28,12 @@ import torch
 from safetensors.torch import load_file
 
 from slime.config import make_config
+from slime.config.flags import all_flags
 from slime.engines.api import GenerateResult
 from slime.engines.launch import EnginePlace
 from slime.engines.sglang.command import sglang_command
+from slime.engines.wire.abilities import Abilities
+from slime.errors import UserError
 from slime.models import family_of
 from slime.processes.host import reserve_port
 from slime.weights.sync import WeightSync
@@ -279,25 +282,33 @@ def stub_of(model: Path, scale: float) -> tuple[MegatronStub, dict[str, Any]]:
     return MegatronStub(family, family.model_spec(hf_config), tensors), hf_config
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "handles": {"colocate": True},
-    "broadcast": {},
-    "disk": {"update_weight_transport": "disk", "colocate": True},
-}
+#: (--update-weight-transport, --colocate) of each way to push: "nccl" is a broadcast without
+#: --colocate, and handles or shared memory with it.
+WAYS = [
+    ("nccl", False),
+    *((name, True) for name in all_flags()["update_weight_transport"].choices),
+]
 
 
-@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize(("way", "colocate"), WAYS)
 def test_pushed_weights_are_the_ones_that_answer(
-    engine: Server, kind: str, model: Path, way: str, tmp_path: Path
+    engine: Server, kind: str, model: Path, way: str, colocate: bool, tmp_path: Path
 ) -> None:
-    if way == "broadcast" and torch.cuda.device_count() == 1:
+    if way == "nccl" and not colocate and torch.cuda.device_count() == 1:
         pytest.skip("NCCL refuses two processes on one GPU")
-    flags = dict(WAYS[way]) | ({"update_weight_disk_dir": str(tmp_path)} if way == "disk" else {})
+    flags = {"update_weight_transport": way, "colocate": colocate}
+    if way == "disk":
+        flags["update_weight_disk_dir"] = str(tmp_path)
     before = log_probs(engine, PROMPT)
     for scale in (0.5, 1.0):
         stub, hf_config = stub_of(model, scale)
         config = make_config(hf_checkpoint=str(model), rollout_batch_size=1, num_rollout=1, **flags)
         sync = WeightSync(config, [stub], hf_config, start_version=int(10 * scale))
+        if way not in ("nccl", *Abilities.read(engine.get("/server_info").json).transports):
+            with pytest.raises(UserError, match=f"{way} does not reach the engines"):
+                sync.connect([EngineSlots(engine.url, (0,))])
+            sync.close()
+            return
         sync.connect([EngineSlots(engine.url, (0,))])
         try:
             receipt = sync.push()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.observe.trackers import TRACKERS
 from tests.support.import_graph import (
     FACE,
     FILES,
@@ -64,10 +65,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "ray": ("cluster",),
     "megatron": ("trainer.megatron", "checkpoints", "weights", "config.megatron_flags"),
     "sglang": ("engines.sglang", "weights", "config.megatron_flags"),
-    "wandb": ("observe.wandb_sink",),
-    "mlflow": ("observe.mlflow_sink",),
-    "trackio": ("observe.trackio_sink",),
-    "swanlab": ("observe.swanlab_sink",),
+    **{name: (f"observe.{name}_sink",) for name in TRACKERS},
     "compressed_tensors": ("engines.wire.quantised",),
     "tensorboard": ("observe.tensorboard_sink",),
 }

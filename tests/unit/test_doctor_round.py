@@ -25,7 +25,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         "--rollout-batch-size 8",
         "--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k2 --ref-update-interval 4 "
         "--lr-decay-style cosine",
-        "--use-wandb --wandb-mode offline --stage second --log-level DEBUG --rollout-stop x "
+        "--use-wandb --wandb-group g --disable-wandb-random-suffix --stage second "
+        "--log-level DEBUG --rollout-stop x "
         "--dump-details {there}",
         "--eval-prompt-data sums {data} --eval-interval 2 --eval-temperature 0.5 "
         "--n-samples-per-eval-prompt 2",

@@ -17,11 +17,11 @@ from slime.cluster.placement import GpuSlot, GpuSlots, engine_parts
 from slime.cluster.rank_group import trainer_environment
 from slime.cluster.server_process import ServerProcess
 from slime.config import Config, make_config
-from slime.config.engine_flags import ENGINE_OPTIONS
+from slime.config.engine_flags import ENGINE_OPTIONS, EngineFlags
 from slime.config.groups_rollout import EngineConfig
 from slime.diagnosis.remedies import REMEDIES
 from slime.engines.health import HealthChecks
-from slime.engines.kinds import ENGINES, EngineKind, engine_kind, engine_of
+from slime.engines.kinds import EngineKind, engine_kind, engine_of
 from slime.engines.launch import EngineFootprint, EnginePlace, LaunchSpec
 from slime.engines.router import router_command
 from slime.engines.wire.abilities import SGLANG, Abilities
@@ -81,7 +81,7 @@ KIND = EngineKind(
 
 @pytest.fixture
 def third(monkeypatch: pytest.MonkeyPatch) -> EngineKind:
-    monkeypatch.setitem(ENGINES, "third", __name__)
+    monkeypatch.setitem(ENGINE_OPTIONS, "third", EngineFlags(__name__))
     return KIND
 
 
@@ -159,8 +159,9 @@ def test_what_a_third_engine_holds_and_needs_is_not_taken_for_another_ones(
 
 
 def test_the_flag_takes_every_engine_that_has_a_record() -> None:
-    assert ENGINES.keys() == ENGINE_OPTIONS.keys()
-    assert {"auto", *ENGINES} == set(get_args(get_type_hints(EngineConfig)["rollout_engine"]))
+    assert {"auto", *ENGINE_OPTIONS} == set(
+        get_args(get_type_hints(EngineConfig)["rollout_engine"])
+    )
 
 
 @pytest.mark.parametrize("name", ["embedded", "sglang"])

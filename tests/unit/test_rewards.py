@@ -9,6 +9,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,13 +27,15 @@ from hypothesis import strategies as st
 
 from slime.cli.reward import main as reward_cli
 from slime.config import make_config
-from slime.config.groups_rollout import WITHOUT_WORKERS
+from slime.config.flags import own_flags
+from slime.config.groups_rollout import REWARD_TYPES
 from slime.errors import UserError
 from slime.prompts.chat_template import render_messages
 from slime.rollout.rewards import grading_pool, instructions, reward_model
 from slime.rollout.rewards.grading_pool import Grade, GradingPool
-from slime.rollout.rewards.math_grading import grade_deepscaler, grade_math
-from slime.rollout.rewards.pool import IN_WORKERS, RM_TYPES, RewardPool
+from slime.rollout.rewards.labels import _CHECKS
+from slime.rollout.rewards.math_grading import GRADERS, grade_deepscaler, grade_math
+from slime.rollout.rewards.pool import IN_PROCESS, RewardPool
 from slime.rollout.rewards.remote import RemoteReward
 from slime.rollout.rewards.text import (
     grade_dapo,
@@ -68,13 +71,16 @@ def score(sample: Sample, **flags: Any) -> Any:
     return with_pool(lambda pool: pool.score(sample), **flags)
 
 
-def test_flags_know_which_rewards_use_workers() -> None:
-    in_process = {*RM_TYPES} - {*IN_WORKERS, instructions.NAME}
-    assert {name.removeprefix("boxed_") for name in WITHOUT_WORKERS} == in_process
+def test_flags_know_the_built_in_rewards() -> None:
+    in_workers = {name for name, facts in REWARD_TYPES.items() if facts.uses_workers}
+    assert in_workers == {*GRADERS, instructions.NAME} - {"boxed_math", "boxed_deepscaler"}
+    assert {*REWARD_TYPES} - in_workers == {*IN_PROCESS, reward_model.NAME, "remote_rm"}
+    assert {name for name, facts in REWARD_TYPES.items() if facts.compares_label} == {*_CHECKS}
+    assert set(re.findall(r"\w+", own_flags()["rm_type"].help)) >= {*REWARD_TYPES}
     for flags in ({"rm_type": "f1"}, {"custom_rm_path": "a.b"}):
         [warning] = make_config(rm_num_workers=3, **flags).warnings
         assert warning.startswith("--rm-num-workers has no effect with --")
-    for rm_type in (*IN_WORKERS, instructions.NAME, "boxed_math", None):
+    for rm_type in (*in_workers, "boxed_math", None):
         assert make_config(rm_num_workers=3, rm_type=rm_type).warnings == ()
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slime.engines.sglang import weight_probe
-from slime.engines.sglang.loadable import close_layers, open_layers, opened_to_look
+from slime.engines.sglang.loadable import close_layers, open_layers, opened_for_lookup
 from slime.engines.sglang.weight_probe import Held, Tree
 from slime.engines.wire.expert_runs import ExpertRun
 from tests.support.quantised_models import same_bits
@@ -230,7 +230,7 @@ def state(model: Model) -> dict[str, tuple[Any, int, tuple[int, ...], torch.Tens
 def test_a_look_sees_open_layers_and_leaves_everything_as_it_was() -> None:
     model = Model(weights(0))
     before, sent = state(model), weights(1)
-    with opened_to_look(model):
+    with opened_for_lookup(model):
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         assert {name: shapes[name] for name in sent} == {
             name: tuple(tensor.shape) for name, tensor in sent.items()
@@ -268,7 +268,7 @@ def test_a_look_that_fails_at_a_later_layer_leaves_everything_as_it_was(
 def test_a_look_at_open_layers_leaves_them_open() -> None:
     model, new = Model(weights(0)), weights(1)
     open_layers(model)
-    with opened_to_look(model):
+    with opened_for_lookup(model):
         pass
     model.load_weights(new.items())
     assert close_layers(model) != []

@@ -16,9 +16,9 @@ from rich.console import Console
 
 from slime.config import Config, make_config
 from slime.errors import UserError
-from slime.observe.kept_names import kept
 from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
+from slime.observe.trackers import TRACKERS, kept
 
 SECRET = "hf_0123456789abcdefABCDEF"
 
@@ -232,7 +232,7 @@ def test_a_server_that_goes_away_does_not_end_the_run(
         Sinks(config, run, quiet())
 
 
-@pytest.mark.parametrize("package", ["mlflow", "trackio", "swanlab"])
+@pytest.mark.parametrize("package", TRACKERS)
 def test_a_missing_package_is_named_with_its_extra(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,7 +52,7 @@ from slime.samples.sample_fields import (
 from slime.samples.types import Group, Sample, SampleStatus, TokenSpan
 from slime.trainer.non_finite import NonFiniteTraining
 from slime.trainer.records import RolloutTensors
-from slime.trainer.user_functions import behind_the_loss, change_rollout
+from slime.trainer.user_functions import change_rollout, functions_before_loss
 from slime.user_code.hooks import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.user_code.loading import FunctionFailed, load_function, makers_of_samples
 from tests.support.fake_rollout import FakeClient, FakeRewards, FakeSource, hook_args, make_state
@@ -1017,7 +1017,7 @@ def test_what_training_goes_by_is_not_changed_in_place(change: str) -> None:
 
 def test_a_loss_that_is_not_finite_names_the_users_functions_first() -> None:
     flags = config(loss_type="custom_loss", custom_loss_function_path="mine.loss")
-    functions = behind_the_loss(flags)
+    functions = functions_before_loss(flags)
     assert functions == ["'mine.loss' (--custom-loss-function-path)"]
     error = NonFiniteTraining(0, 0, math.nan, [3], [], functions)
     assert error.why.startswith(

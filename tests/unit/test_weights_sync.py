@@ -197,6 +197,8 @@ def test_the_way_of_the_weights(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> N
     assert choose_route(apart, EMBEDDED.transports, local=True, on_cpu=True) == "shm"
     disk = make_config(update_weight_transport="disk", update_weight_disk_dir="d", colocate=True)
     assert choose_route(disk, SGLANG.transports, local=True) == "disk"
+    with pytest.raises(UserError, match=r"disk does not reach the engines(.|\n)*by broadcast"):
+        choose_route(disk, ("broadcast",), local=True)
 
 
 def test_engines_that_cannot_be_pushed_to_are_named(

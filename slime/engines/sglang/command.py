@@ -25,6 +25,7 @@ from slime.engines.launch import (
     EngineFootprint,
     EnginePlace,
     LaunchSpec,
+    group_options,
 )
 from slime.engines.model_groups import GroupRules
 from slime.engines.sglang.drafts import check_drafts, draft_model, draft_options
@@ -96,7 +97,7 @@ def check_sglang(config: Config) -> None:
         UserError: names the flag or variable.
     """
     if config.cluster.offload_rollout:
-        _check_questions(config)
+        _check_health_checks(config)
     version = installed_version() or ""
     by_load = config.engine.router.get("policy") == "power_of_two"
     if by_load and version_of(version)[:3] >= _WITHOUT_GET_LOAD:
@@ -304,7 +305,7 @@ def _check_override(name: str, value: Any) -> None:
 
 
 def _check_policy(config: Config, overrides: Mapping[str, Any], where: str) -> None:
-    options = {**config.engine.sglang, **overrides}
+    options = group_options(config.engine.sglang, overrides, is_policy=True)
     check_pushes(config, options, where)
     check_adapters(config, options, where)
 
@@ -315,7 +316,7 @@ GROUP_RULES = GroupRules(
 )
 
 
-def _check_questions(config: Config) -> None:
+def _check_health_checks(config: Config) -> None:
     """Refuse router health checks that generate a token: they also run while memory is released,
     when generation would crash the engine."""
     said = os.environ.get(HEALTH_GENERATES)
@@ -342,11 +343,7 @@ def sglang_options(
 ) -> dict[str, Any]:
     """Return all options by name: the user's, those of the server group, then ours."""
     is_policy = place.model_path is None
-    given = {**config.engine.sglang, **place.overrides}
-    if not is_policy:  # the command line's draft is the policy's
-        for option in config.engine.sglang.keys() - place.overrides.keys():
-            if option.startswith("speculative_"):
-                del given[option]
+    given = group_options(config.engine.sglang, place.overrides, is_policy=is_policy)
     stages = int(given.get("pp_size") or 1)
     ours: dict[str, Any] = {
         "model_path": place.model_path or model_path,
@@ -402,10 +399,7 @@ def sglang_options(
 def dtype_of(config: Config) -> str:
     """Return SGLang's name for the dtype of the policy's weights: --sglang-dtype, by default the
     trainer's precision."""
-    trained = (
-        "float32" if config.megatron.fp32 else "float16" if config.megatron.fp16 else "bfloat16"
-    )
-    return str(config.engine.sglang.get("dtype") or trained)
+    return str(config.engine.sglang.get("dtype") or config.megatron.dtype)
 
 
 def sglang_footprint(config: Config) -> EngineFootprint:

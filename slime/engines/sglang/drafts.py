@@ -3,8 +3,8 @@ verifies.
 
 Verification keeps the policy's distribution whatever the draft proposes (Leviathan et al. 2022,
 https://arxiv.org/abs/2211.17192), so tokens and log-probs are the policy's. Pushes update the
-policy alone (`slime.engines.api.ONLY_THE_POLICY`): the draft keeps the weights of the start, so
-that it may match the policy less and less.
+policy alone (`slime.engines.api.ONLY_THE_POLICY`): the draft keeps its initial weights, so
+it may match the policy less and less.
 """
 
 from __future__ import annotations

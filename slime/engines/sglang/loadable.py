@@ -57,7 +57,7 @@ class _Layer:
     def open(self) -> None:
         """Create new parameters, as before loading. May be called again."""
         module = self.module
-        _hold_back(self.method)
+        _skip_processing(self.method)
         own = self.kept[0][1]
         device = next(tensor.device for tensor in own.values())
         with torch.device("meta"), _default_dtype(module):
@@ -74,16 +74,16 @@ class _Layer:
         Raises:
             ValueError: the result does not fit the old parameters.
         """
-        _let_go(self.method)
+        _restore_processing(self.method)
         self.method.process_weights_after_loading(self.module)
         for owner, tensors in self.kept:
             for name, old in tensors.items():
-                _settle(owner, name, old)
+                _move_into_old(owner, name, old)
         self._drop_surplus()
 
     def shut(self) -> None:
         """Undo the opening of a layer into which nothing was loaded."""
-        _let_go(self.method)
+        _restore_processing(self.method)
         for owner, tensors in self.kept:
             for name, old in tensors.items():
                 _put(owner, name, old)
@@ -124,7 +124,7 @@ def open_layers(model: nn.Module) -> list[str]:
             layers[name] = _Layer(module)
         layers[name].open()
     for module in _with_cache_scales(model):
-        _hold_back(_method(module))
+        _skip_processing(_method(module))
     return list(found)
 
 
@@ -149,7 +149,7 @@ def close_layers(model: nn.Module) -> list[str]:
             ) from error
         del layers[name]
     for module in _with_cache_scales(model):
-        _let_go(_method(module))
+        _restore_processing(_method(module))
         # pushes do not update them, and after a sleep their memory is undefined
         for scale in ("k_scale", "v_scale"):
             module._parameters[scale].fill_(vars(module)[f"{scale}_float"])
@@ -159,7 +159,7 @@ def close_layers(model: nn.Module) -> list[str]:
 
 
 @contextmanager
-def opened_to_look(model: nn.Module) -> Iterator[None]:
+def opened_for_lookup(model: nn.Module) -> Iterator[None]:
     """Make layers loadable within the block, to find where a push would write each tensor. Memory
     is not accessed, and may be released.
 
@@ -176,7 +176,7 @@ def opened_to_look(model: nn.Module) -> Iterator[None]:
             for layer in _open.pop(model, {}).values():
                 layer.shut()
             for module in _with_cache_scales(model):
-                _let_go(_method(module))
+                _restore_processing(_method(module))
 
 
 def _method(module: nn.Module) -> Any:
@@ -205,11 +205,11 @@ def _with_cache_scales(model: nn.Module) -> list[Any]:
     ]
 
 
-def _hold_back(method: Any) -> None:
+def _skip_processing(method: Any) -> None:
     vars(method)["process_weights_after_loading"] = lambda layer: None
 
 
-def _let_go(method: Any) -> None:
+def _restore_processing(method: Any) -> None:
     vars(method).pop("process_weights_after_loading", None)
 
 
@@ -284,7 +284,7 @@ def _realised(
     return real
 
 
-def _settle(owner: Any, name: str, old: torch.Tensor) -> None:
+def _move_into_old(owner: Any, name: str, old: torch.Tensor) -> None:
     """Move the tensor ``name`` into the memory of ``old``, which replaces it."""
     parameters = vars(owner).get("_parameters", {})
     new = parameters.get(name, vars(owner).get(name))

@@ -59,7 +59,7 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
             "positions, so that rows and columns of images are lost",
             fix="pass --rollout-engine embedded, or leave --multimodal-keys out",
         )
-    if spec.vision is not None and spec.vision.kind.bidirectional:
+    if spec.has_bidirectional_images:
         raise UserError(
             f"SGLang does not compute images of {spec.family} in all cases as the trainer does",
             why="tokens of an image attend to each other in both directions, which SGLang's "

@@ -31,7 +31,7 @@ from torch import nn
 from slime import deadlines
 from slime.engines.sglang import load_marks
 from slime.engines.sglang.adapter_probe import adapter_fingerprints
-from slime.engines.sglang.loadable import close_layers, open_layers, opened_to_look
+from slime.engines.sglang.loadable import close_layers, open_layers, opened_for_lookup
 from slime.engines.wire.buckets import FINGERPRINTS
 from slime.engines.wire.expert_runs import ExpertRun
 from slime.models import FAMILIES
@@ -128,7 +128,7 @@ def _answer(model: nn.Module, request: dict[str, Any]) -> dict[str, Any]:
         if action == "close":
             return {"layers": close_layers(model)}
         if action == "layout":
-            with opened_to_look(model) if request.get("opens") else nullcontext():
+            with opened_for_lookup(model) if request.get("opens") else nullcontext():
                 return _layout(model, request["tensors"])
         if action == "adapter":
             held = adapter_fingerprints(request["lora_name"], request["tensors"])

@@ -15,6 +15,7 @@ from typing import Any
 
 from slime import deadlines
 from slime.config.config import Config
+from slime.config.groups_rollout import REWARD_TYPES
 from slime.errors import UserError
 from slime.log import get_logger, tell
 from slime.prompts.labels import compares_labels, label_text
@@ -44,9 +45,6 @@ from slime.user_code.overrides import Part, override_of
 logger = get_logger(__name__)
 Reward = float | dict[str, Any]
 
-#: Graders that run in worker processes, because sympy may hang.
-IN_WORKERS = frozenset({"math", "deepscaler"})
-
 #: Graders that are quick functions of (sample, response).
 IN_PROCESS: dict[str, Callable[[Sample, str], Reward]] = {
     "dapo": lambda sample, response: grade_dapo(response, sample.label),
@@ -54,10 +52,10 @@ IN_PROCESS: dict[str, Callable[[Sample, str], Reward]] = {
     "gpqa": lambda sample, response: grade_gpqa(response, sample.label, sample.metadata),
     "random": lambda sample, response: float(random.Random(sample.index).random() < 0.5),
 }
-RM_TYPES = sorted({*IN_WORKERS, *IN_PROCESS, instructions.NAME, reward_model.NAME, "remote_rm"})
+RM_TYPES = sorted(REWARD_TYPES)
 
 #: Graders that a plugin may replace; its function is called with response and label.
-_GRADERS: dict[str, Part] = {
+_REPLACEABLE: dict[str, Part] = {
     "math": "grade_math",
     "deepscaler": "grade_deepscaler",
     "dapo": "grade_dapo",
@@ -82,7 +80,7 @@ def check_rm_type(rm_type: str) -> None:
             missing.
     """
     name = rm_type.removeprefix("boxed_")
-    if name == instructions.NAME and override_of(_GRADERS[name]) is None:
+    if name == instructions.NAME and override_of(_REPLACEABLE[name]) is None:
         instructions.check_package()
     is_boxed_model = name == reward_model.NAME != rm_type
     if name in RM_TYPES and not is_boxed_model:
@@ -268,14 +266,14 @@ class RewardPool:
     async def _built_in(self, rm_type: str, sample: Sample) -> Any:
         name = rm_type.removeprefix("boxed_")
         response = sample.response
-        if name in _GRADERS and (own := override_of(_GRADERS[name])) is not None:
+        if name in _REPLACEABLE and (own := override_of(_REPLACEABLE[name])) is not None:
             said = response if name == rm_type else last_boxed(response) or ""
             more: dict[str, Any] = {"metadata": sample.metadata} if name in _READ_METADATA else {}
             value = await self._call(
                 f"the plugin's {name}", own, [sample], said, sample.label, **more
             )
             return value[0] if name == "f1" and isinstance(value, tuple) else value
-        if name in IN_WORKERS:
+        if REWARD_TYPES[name].uses_workers and name != instructions.NAME:
             return await self._graded(self._grading, rm_type, response, sample.label, rm_type)
         if name != rm_type:
             response = last_boxed(response) or ""

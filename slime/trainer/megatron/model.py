@@ -39,6 +39,7 @@ from torch import Tensor
 from slime.algorithms.divergence import OutputRows
 from slime.algorithms.logprobs import LowRankLogits, VocabShard, linear_log_probs
 from slime.config.config import Config
+from slime.engines.wire.buckets import dtype_of
 from slime.errors import UserError
 from slime.models.layout_rules import virtual_stages
 from slime.models.mixers import mixer_of, mixers_of
@@ -596,6 +597,4 @@ def _trainer_arguments(spec: ModelSpec, config: Config, initialise: bool) -> dic
 
 
 def parameter_dtype(config: Config) -> torch.dtype:
-    if config.megatron.fp16:
-        return torch.float16
-    return torch.bfloat16 if config.megatron.bf16 else torch.float32
+    return dtype_of(config.megatron.dtype)

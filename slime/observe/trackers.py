@@ -1,15 +1,49 @@
-"""Shared code of the tracker sinks: import of packages, and the ids of a run, which its folder
-keeps so that a resumed run continues the same curves."""
+"""The services that metrics can be sent to, and what their sinks share: import of packages, and the
+ids of a run, which its folder keeps so that a resumed run continues the same curves."""
 
 from __future__ import annotations
 
 import importlib
 import re
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from slime.errors import UserError
 from slime.files import write_atomically
 from slime.observe.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from slime.config.config import Config
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """A service for metrics.
+
+    Attributes:
+        sink: "module:class" of its `slime.observe.sinks.Sink`, made of (config, run folder).
+        is_chosen: tells whether its flag is given.
+    """
+
+    sink: str
+    is_chosen: Callable[[Config], bool]
+
+
+#: The name is that of a tracker's package and extra. All its flags begin with it, except
+#: ``--use-NAME``.
+TRACKERS = {
+    "wandb": Tracker("slime.observe.wandb_sink:WandbSink", lambda config: config.observe.use_wandb),
+    "mlflow": Tracker(
+        "slime.observe.mlflow_sink:MlflowSink", lambda config: config.observe.use_mlflow
+    ),
+    "trackio": Tracker(
+        "slime.observe.trackio_sink:TrackioSink", lambda config: config.observe.use_trackio
+    ),
+    "swanlab": Tracker(
+        "slime.observe.swanlab_sink:SwanlabSink", lambda config: config.observe.use_swanlab
+    ),
+}
 
 
 def tracker_package(name: str) -> Any:
