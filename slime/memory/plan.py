@@ -291,6 +291,11 @@ def _notes(facts: Facts, memory: float) -> tuple[str, ...]:
     if engine is not None and engine.fraction_option and engine.fraction is None:
         fraction = engine.static_fraction(memory)
         found.append(f"{engine.fraction_option} is left to the engine; {fraction:g} is assumed")
+    if trainer is not None and trainer.has_critic and trainer.adapters is not None:
+        if trainer.shares_base:
+            found.append("policy and critic share one frozen base, which is counted once")
+        elif trainer.critic_adapters is not None:
+            found.append("the critic's frozen layers are counted in addition to the policy's base")
     if facts.server_groups:
         found.append(
             "the server groups of --sglang-config are planned as if all served the policy without "
@@ -318,10 +323,9 @@ def gpu_phases(facts: Facts, memory: float) -> Iterator[Phase]:
             yield Phase(devices, "generate", (*_awake_engine(engine), kv_cache, *rest))
         if trainer is not None:
             idle = _resting_engine(facts, engine, memory)
-            critic = _states_of_critic(trainer)
             states = _uses("trainer", trainer.states())
             if not facts.trainer_sleeps:  # else only one of policy and critic is on the GPU
-                states += critic
+                states += _states_of_critic(trainer)
             states.append(Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES))
             # broadcasts keep their buckets between pushes
             if facts.engine is not None and not facts.colocate:
@@ -331,7 +335,11 @@ def gpu_phases(facts: Facts, memory: float) -> Iterator[Phase]:
                 yield Phase(devices, "log-probs", (*states, *more, *idle))
             if trainer.critic is not None:
                 context = Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES)
-                awake = [*critic, context] if facts.trainer_sleeps else states
+                awake = (
+                    [*_uses("critic", trainer.critic.states()), context]
+                    if facts.trainer_sleeps
+                    else states
+                )
                 more = _uses("critic", trainer.critic.training())
                 yield Phase(devices, "critic", (*awake, *more, *idle))
             more = _uses("trainer", trainer.training())
@@ -406,7 +414,13 @@ def _uses(owner: str, sizes: Mapping[str, float]) -> list[Use]:
 
 
 def _states_of_critic(trainer: trainer_side.StageMemory) -> list[Use]:
-    return [] if trainer.critic is None else _uses("critic", trainer.critic.states())
+    """Return what a critic adds to the policy's states on the same device."""
+    if trainer.critic is None:
+        return []
+    states = trainer.critic.states()
+    if trainer.critic.borrowed:
+        del states[trainer_side.FROZEN]
+    return _uses("critic", states)
 
 
 def _resting_trainer(facts: Facts, trainer: trainer_side.StageMemory | None) -> list[Use]:

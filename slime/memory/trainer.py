@@ -111,6 +111,8 @@ class TrainerSettings:
         has_vocabulary: the model predicts tokens; a critic has one output instead.
         has_critic: a critic is trained on the same GPUs (`as_critic`).
         critic_adapters: the trained adapters of a critic with frozen layers.
+        shares_base: policy and critic hold one frozen base. A --critic-load, whose weights are not
+            looked at, counts as another one.
     """
 
     spec: ModelSpec
@@ -145,6 +147,7 @@ class TrainerSettings:
     has_vocabulary: bool = True
     has_critic: bool = False
     critic_adapters: AdapterConfig | None = None
+    shares_base: bool = False
 
     @staticmethod
     def of(
@@ -203,6 +206,7 @@ class TrainerSettings:
             critic_adapters=AdapterConfig.of_critic(config, table_of(spec), spec)
             if algorithm.needs_critic
             else None,
+            shares_base=AdapterConfig.can_share_base(config) and not config.critic.critic_load,
         )
 
     def as_critic(self) -> TrainerSettings:
@@ -385,8 +389,14 @@ class StageMemory:
     def moments(self) -> float:
         return self.owned * self.settings.moments
 
+    @property
+    def borrowed(self) -> float:
+        """Bytes of a critic's weights that are the policy's."""
+        settings = self.settings
+        return 0.0 if settings.has_vocabulary or not settings.shares_base else self.weights
+
     def states(self) -> dict[str, float]:
-        """Bytes that stay on the device from step to step."""
+        """Bytes that stay on the device from step to step, of a critic with what it shares."""
         settings = self.settings
         found = {
             "weights" if settings.adapters is None else FROZEN: self.weights,
@@ -423,7 +433,8 @@ class StageMemory:
             found["hidden states of teachers"] = settings.teacher_tokens * row
         if sleeps:
             head = self.value_head * settings.element
-            found["weights asleep"] = self.weights + self.adapter_weights + head
+            own = self.weights - self.borrowed
+            found["weights asleep"] = own + self.adapter_weights + head
             found["optimizer states asleep"] = self.master - master + self.moments - moments
         if settings.saves_async:
             trained = self.owned * settings.element

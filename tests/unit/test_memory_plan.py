@@ -208,6 +208,36 @@ def test_a_critic_with_adapters_has_a_frozen_base(folders: dict[str, Path]) -> N
     assert policys == owned(whole["GPU 0", "train"], "trainer")
 
 
+def test_a_base_of_policy_and_critic_is_counted_once(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    adapted = {"advantage_estimator": "ppo", "lora_rank": 32}
+    for turns in ({"colocate": True}, {"rollout_num_gpus": 1}):
+        plans = [
+            plan_of(folders[DENSE], 141, **adapted, **turns, **more)
+            for more in ({}, {"critic_load": str(tmp_path)})
+        ]
+        shared, apart = plans
+        assert any("share one frozen base" in note for note in shared.notes)
+        assert any("in addition to the policy's base" in note for note in apart.notes)
+        policy, critic = (
+            owned(phases(apart)["GPU 0", name], owner)["weights (frozen)"]
+            for name, owner in (("train", "trainer"), ("critic", "critic"))
+        )
+        assert policy >= critic > 6e9
+        if "colocate" in turns:  # one of the two at a time is on the GPU
+            assert [p.total for p in shared.phases] == [p.total for p in apart.phases]
+            assert apart.host.total - shared.host.total == pytest.approx(critic)
+            continue
+        assert apart.host.total == shared.host.total
+        for ours, theirs in zip(shared.phases, apart.phases, strict=True):
+            saved = critic if "GPU 0" in ours.devices else 0.0
+            assert theirs.total - ours.total == pytest.approx(saved), ours.name
+    for more in ({"critic_lora_rank": 0}, {"critic_num_gpus_per_node": 1}, {"lora_rank": 0}):
+        plan = plan_of(folders[DENSE], 141, **{**adapted, "colocate": True, **more})
+        assert not any("frozen base" in note for note in plan.notes)
+
+
 def test_a_critic_on_gpus_of_its_own_takes_none_of_the_policys(folders: dict[str, Path]) -> None:
     flags = {"colocate": True, "sglang_mem_fraction_static": 0.4, "num_gpus_per_node": 8}
     ppo = {"advantage_estimator": "ppo", **flags}

@@ -52,7 +52,7 @@ from slime.paths import fill
 from slime.trainer.ci_checks import check_grad_norms, check_rollout
 from slime.trainer.distillation import note_teacher_scores, with_teacher_prompts
 from slime.trainer.megatron import adapters, forward, optimizer
-from slime.trainer.megatron.critic import Critic
+from slime.trainer.megatron.critic import Critic, shares_base
 from slime.trainer.megatron.engine_weights import EngineWeights, frozen_reader
 from slime.trainer.megatron.model import PolicyModel, build_model_chunks
 from slime.trainer.megatron.offload import Offloader, WeightsCopy
@@ -163,8 +163,11 @@ class MegatronBackend(TrainerProcess):
         if not initialise:
             plan, self.skipped = agreed_plan(config)
         self.plan = plan
-        if CRITIC in self.roles:  # before the policy, so that it sleeps while the policy is built
-            self._set_up_critic(plan)
+        shares = CRITIC in self.roles and plan is not None and shares_base(config, plan)
+        if CRITIC in self.roles and not shares:
+            # before the policy, so that it sleeps while the policy is built
+            self.critic = self._build_critic(initialise=plan is None)
+            self._load_critic(self.critic, plan)
         model = RewardModel if config.algorithm.trains_reward_model else PolicyModel
         chunks = build_model_chunks(self.spec, config, initialise=initialise, model=model)
         if config.lora.lora_rank:
@@ -178,6 +181,8 @@ class MegatronBackend(TrainerProcess):
         self.model_chunks = optimizer.wrap_data_parallel(chunks, config, finalize)
         for chunk, wrapper in zip(chunks, self.model_chunks, strict=True):
             chunk.attach(wrapper)
+        if shares:
+            self.critic = self._build_critic(base=self.model_chunks)
         self.routing = guide_for(chunks, self.spec, config)
         if self.hf_config is not None and self.adapters is None:
             self.engine_weights = EngineWeights.of(config, self.model_chunks, self.hf_config)
@@ -193,20 +198,25 @@ class MegatronBackend(TrainerProcess):
             differs = not adapters.changes_nothing(self.model_chunks)
             self.reference_is_policy = not self.ranks.any_of_all(differs)
 
-    def _set_up_critic(self, plan: LoadPlan | None) -> None:
-        """Build the critic and load its weights; without a plan they are random."""
-        self.critic = Critic(
+    def _build_critic(
+        self, *, initialise: bool = False, base: list[optimizer.DataParallel] | None = None
+    ) -> Critic:
+        return Critic(
             self.spec,
             self.config,
             self.ranks,
             self.functions,
             self._pack,
-            initialise=plan is None,
+            initialise=initialise,
             takes_turns=bool(self.config.cluster.offload_train) and device.has_gpu(),
+            base=base,
         )
+
+    def _load_critic(self, critic: Critic, plan: LoadPlan | None) -> None:
+        """Load the critic's weights; without a plan they are random."""
         if plan is not None:
-            self.critic.load(plan)
-        self.critic.sleep()
+            critic.load(plan)
+        critic.sleep()
 
     def _load(self, plan: LoadPlan) -> int:
         """Load the weights of all models except the critic, the policy's last. Then build the
@@ -238,8 +248,8 @@ class MegatronBackend(TrainerProcess):
             self.copies[role.name] = WeightsCopy(self.model_chunks, iteration)
 
     def _load_adapters(self, plan: LoadPlan, own: AdapterConfig) -> int:
-        """Load the base, and the adapters if some are saved; build the optimizer. Return the next
-        rollout id.
+        """Load the base, a critic that shares it, and the adapters if some are saved; build the
+        optimizer. Return the next rollout id.
 
         Raises:
             UserError: ``plan`` has another base model than the reference model.
@@ -256,6 +266,8 @@ class MegatronBackend(TrainerProcess):
             )
         self._load_weights(base, frozen_reader(self.config, base.path, self.ranks.device))
         logger.info("%s", plan.note if resumes_adapters else base.note)
+        if self.critic is not None and self.critic.shared:
+            self._load_critic(self.critic, plan)
         reference = reference_adapter(self.config)
         if reference is not None:
             copy = WeightsCopy(self.model_chunks, tensors_of=adapters.adapter_tensors)
@@ -508,7 +520,7 @@ class MegatronBackend(TrainerProcess):
         if not self.critic.takes_turns:
             yield
             return
-        self._offloader().sleep()
+        self._offloader().sleep(keep=self.critic.shared)
         self.critic.wake()
         yield
         self.critic.sleep()

@@ -6,6 +6,10 @@ the policy's layout:
 
 If trainer and engines share GPUs, only one of policy and critic is on the device at a time. A
 critic with its own GPUs (`slime.trainer.megatron.critic_process`) never sleeps.
+
+If both train adapters beside the same weights (`shares_base`), the frozen parameters of the critic
+are the policy's own. The policy loads them, keeps them on the device during the critic's turn, and
+alone moves them when the trainer sleeps.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from slime.checkpoints.load_plan import (
 )
 from slime.checkpoints.loading import SavedCritic, critic_in, holds_adapters, saved_critic
 from slime.checkpoints.loading import load as load_checkpoint
-from slime.checkpoints.megatron_names import ModelPart
+from slime.checkpoints.megatron_names import ModelPart, global_parameters, unwrapped
 from slime.checkpoints.optimizer_state import ensure_state
 from slime.checkpoints.trainer_state import TrainerState
 from slime.config.config import Config
@@ -46,7 +50,7 @@ from slime.trainer.loss import VALUE_LOSS, micro_batch_loss
 from slime.trainer.megatron import adapters, forward, optimizer
 from slime.trainer.megatron.engine_weights import frozen_reader
 from slime.trainer.megatron.model import build_model_chunks
-from slime.trainer.megatron.offload import Offloader
+from slime.trainer.megatron.offload import Offloader, lent_memory
 from slime.trainer.megatron.packed import PackedMicroBatch
 from slime.trainer.megatron.replay import RoutingGuide, guide_for
 from slime.trainer.megatron.value_model import ValueHead, ValueModel
@@ -78,6 +82,45 @@ def critic_config(config: Config) -> Config:
     return dataclasses.replace(config, megatron=megatron)
 
 
+def shares_base(config: Config, plan: LoadPlan) -> bool:
+    """Tell whether a critic on the policy's GPUs has the policy's frozen layers: both train
+    adapters, beside the same weights.
+
+    Args:
+        plan: the policy's load plan.
+    Raises:
+        UserError: the critic's weights are missing.
+    """
+    if not AdapterConfig.can_share_base(config):
+        return False
+    source, critic = _source_of(config, plan)
+    saved = None if critic is None else saved_critic(critic)
+    layers = base_of_critic(config, saved.base) if saved is not None and saved.rank else source
+    base = resolve_reference(config)
+    # of a checkpoint that holds a critic, policy and critic read different weights
+    shared = layers.path.resolve() == base.path.resolve() and critic_in(layers) is None
+    if not shared and config.critic.critic_load is None:
+        logger.warning(
+            "the critic's frozen layers, from %s, are not those of the policy's base %s: they are "
+            "held twice, and the memory plan, which goes by the flags, counts them once",
+            layers.path,
+            base.path,
+        )
+    return shared
+
+
+def _source_of(config: Config, plan: LoadPlan) -> tuple[LoadPlan, LoadPlan | None]:
+    """Return the plan of the critic's weights, and that of the critic in them, if there is one.
+
+    Args:
+        plan: the policy's load plan.
+    """
+    own = critic_in(plan)
+    is_own = own is not None and (plan.iteration is not None or not config.critic.critic_load)
+    source = plan if is_own else resolve_critic(config, plan)
+    return source, own if is_own else critic_in(source)
+
+
 class Critic:
     """One rank of the critic. Every method that computes is collective.
 
@@ -86,10 +129,13 @@ class Critic:
         pack: the policy's packing, so that both have the same micro-batches.
         initialise: draw random weights and load none (tests, benchmarks).
         takes_turns: the critic is on the device only between `wake` and `sleep`.
+        base: the policy's chunks, not loaded yet, if the critic shares its frozen parameters
+            (`shares_base`). They must be loaded before `load`.
 
     Attributes:
         chunks: Megatron's DDP-wrapped pipeline stage(s).
         adapters: the adapters that are trained beside frozen layers; None: all layers are trained.
+        shared: the policy's parameters among the critic's.
         optimizer, scheduler: the critic's Megatron optimizer and learning-rate schedule.
     """
 
@@ -103,6 +149,7 @@ class Critic:
         *,
         initialise: bool = False,
         takes_turns: bool = False,
+        base: Sequence[torch.nn.Module] | None = None,
     ) -> None:
         self.config = critic_config(config)
         self.spec = spec
@@ -111,7 +158,14 @@ class Critic:
         self.takes_turns = takes_turns
         self._pack = pack
         self._offloader: Offloader | None = None
-        chunks = build_model_chunks(spec, self.config, initialise=initialise, model=ValueModel)
+        self._policy = base
+        self.shared: list[torch.nn.Parameter] = []
+        if base is None:
+            chunks = build_model_chunks(spec, self.config, initialise=initialise, model=ValueModel)
+        else:
+            with lent_memory(base):  # so that two copies are never on the device
+                chunks = build_model_chunks(spec, self.config, model=ValueModel)
+                self.shared = _share(chunks, base)
         heads = [chunk.output_layer for chunk in chunks if chunk.post_process]
         self.head: ValueHead | None = heads[0] if heads else None
         self.adapters = AdapterConfig.of_critic(config, table_of(spec), spec)
@@ -145,19 +199,15 @@ class Critic:
             UserError: weights are missing or do not fit the model, or the saved critic was trained
                 as a whole and this one has adapters, or the other way round.
         """
-        own = critic_in(plan)
-        if own is not None and plan.iteration is not None:
-            saved = saved_critic(own)
-            self._check_kind(saved, own.path, resumes=True)
+        source, critic = _source_of(self.config, plan)
+        saved = SavedCritic(0, None) if critic is None else saved_critic(critic)
+        if critic is not None and source.iteration is not None:
+            self._check_kind(saved, critic.path, resumes=True)
             if self.adapters is not None:
                 self._load_layers(base_of_critic(self.config, saved.base))
             self._build_optimizer()
-            load_checkpoint(own, self.state(), is_compared=True)
+            load_checkpoint(critic, self.state(), is_compared=True)
             return
-        is_kept = own is not None and self.config.critic.critic_load is None
-        source = plan if is_kept else resolve_critic(self.config, plan)
-        critic = critic_in(source)
-        saved = SavedCritic(0, None) if critic is None else saved_critic(critic)
         self._check_kind(saved, source.path, resumes=False)
         if critic is not None and saved.rank:
             self._load_layers(base_of_critic(self.config, saved.base))
@@ -188,6 +238,9 @@ class Critic:
 
     def _load_layers(self, source: LoadPlan) -> None:
         """Load all weights but those of adapters. A language model leaves the head as it is."""
+        if self._policy is not None:
+            self._copy_buffers(self._policy)
+            return
         reads_base_of_policy = False
         if self.adapters is not None:
             base_of_policy = resolve_reference(self.config).path.resolve()
@@ -216,6 +269,14 @@ class Critic:
                 "merged model",
             )
         load_checkpoint(source, TrainerState(self.chunks, part="trunk"))
+
+    @torch.no_grad()
+    def _copy_buffers(self, policy: Sequence[torch.nn.Module]) -> None:
+        """Copy the policy's persistent buffers, which are not shared."""
+        theirs = dict(global_parameters(policy, part="trunk"))
+        for name, tensor in global_parameters(self.chunks, part="trunk"):
+            if not isinstance(tensor, torch.nn.Parameter):
+                tensor.copy_(theirs[name])
 
     def _weights(self, part: ModelPart | None = None) -> TrainerState:
         """Return a part of the model, by default the trained one, without training state."""
@@ -247,7 +308,7 @@ class Critic:
         """Free the device's memory for the policy, if they take turns."""
         if self.takes_turns:
             if self._offloader is None:
-                self._offloader = Offloader(self.chunks, self.optimizer)
+                self._offloader = Offloader(self.chunks, self.optimizer, borrowed=self.shared)
             # a checkpoint of a sleeping critic needs the optimizer states to exist
             ensure_state(self.optimizer)
             self._offloader.sleep()
@@ -343,3 +404,22 @@ class Critic:
 
     def learning_rates(self) -> Sequence[float]:
         return optimizer.learning_rates(self.optimizer)
+
+
+def _share(
+    chunks: Sequence[torch.nn.Module], base: Sequence[torch.nn.Module]
+) -> list[torch.nn.Parameter]:
+    """Replace all parameters of a critic, except its head's, by those of the policy's chunks, and
+    return them."""
+    shared = []
+    for chunk, policy in zip(chunks, unwrapped(base), strict=True):
+        theirs = dict(policy.named_parameters(remove_duplicate=False))
+        for name, own in list(chunk.named_parameters(remove_duplicate=False)):
+            if name.startswith("output_layer."):
+                continue
+            parameter = theirs[name]
+            assert (own.shape, own.dtype) == (parameter.shape, parameter.dtype), name
+            module, _, leaf = name.rpartition(".")
+            chunk.get_submodule(module)._parameters[leaf] = parameter
+            shared.append(parameter)
+    return shared

@@ -49,14 +49,21 @@ class Offloader:
 
     Args:
         pin: use page-locked memory for the copies; default: if there is a GPU.
+        borrowed: weights of these chunks that another model owns; they are left alone.
     """
 
     def __init__(
-        self, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, *, pin: bool | None = None
+        self,
+        chunks: Sequence[nn.Module],
+        optimizer: MegatronOptimizer,
+        *,
+        pin: bool | None = None,
+        borrowed: Sequence[Tensor] = (),
     ) -> None:
         self.chunks = chunks
         self.optimizer = optimizer
         self.pin = device.has_gpu() if pin is None else pin
+        self._borrowed = borrowed
         self._free: dict[int, list[Tensor]] = defaultdict(list)
         """Pinned buffers by size in bytes, reused by later sleeps."""
         self._frozen: dict[int, Tensor] = {}
@@ -66,11 +73,12 @@ class Offloader:
         """Buffers for moments that did not exist at the first full sleep."""
 
     @torch.no_grad()
-    def sleep(self, *, keep_weights: bool = False) -> int:
-        """Free gradients, optimizer state and, unless ``keep_weights``, weights; return the number
-        of freed bytes. Idempotent."""
+    def sleep(self, *, keep_weights: bool = False, keep: Sequence[Tensor] = ()) -> int:
+        """Free gradients, optimizer state and, unless ``keep_weights``, weights except those in
+        ``keep``; return the number of freed bytes. Idempotent."""
         gradients = {s.data_ptr() for s in _storages(_gradients(self.chunks))}
-        kept = {s.data_ptr() for s in _storages(_weights(self.chunks))} if keep_weights else set()
+        left = [*self._borrowed, *keep, *(_weights(self.chunks) if keep_weights else ())]
+        kept = {s.data_ptr() for s in _storages(left)}
         everything = [
             *_gradients(self.chunks),
             *_weights(self.chunks),
@@ -145,6 +153,17 @@ class Offloader:
         if is_frozen:
             self._frozen[storage._cdata] = copy
         return copy.copy_(source, non_blocking=True)
+
+
+@contextmanager
+def lent_memory(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Free the memory of frozen weights inside the block; their values are lost."""
+    sizes = [(storage, storage.nbytes()) for storage in _storages(_frozen_weights(chunks))]
+    for storage, _ in sizes:
+        storage.resize_(0)
+    yield
+    for storage, nbytes in sizes:
+        storage.resize_(nbytes)
 
 
 def _moments_to_come(optimizer: MegatronOptimizer) -> list[int]:
