@@ -621,13 +621,21 @@ def _check_signal(draft: Draft) -> None:
     implied = draft.is_given("rollout_batch_size") and draft.is_given("global_batch_size")
     asked = draft.is_given("n_samples_per_prompt") or implied
     if FACTS[estimator].group_relative and draft["n_samples_per_prompt"] == 1 and asked and not own:
-        raise UserError(
-            f"--advantage-estimator {estimator} learns nothing from one sample per prompt",
-            why="an advantage is a reward relative to the other samples of its prompt, so every "
-            "advantage would be 0",
-            fix="pass --n-samples-per-prompt 8, or --advantage-estimator reinforce_plus_plus "
-            "--normalize-advantages",
-        )
+        if not draft["use_opd"]:
+            raise UserError(
+                f"--advantage-estimator {estimator} learns nothing from one sample per prompt",
+                why="an advantage is a reward relative to the other samples of its prompt, so "
+                "every advantage would be 0",
+                fix="pass --n-samples-per-prompt 8, or --advantage-estimator reinforce_plus_plus "
+                "--normalize-advantages",
+            )
+        if draft["rm_type"]:
+            draft.warnings.append(
+                f"--rm-type {draft['rm_type']} has no effect on training: {estimator} compares "
+                "rewards within a prompt, and there is one sample per prompt; the policy learns "
+                "from its teacher alone"
+            )
+    _check_drift(draft)
     if draft["use_kl_loss"] and draft["kl_loss_coef"] == 0:
         if not draft.is_given("kl_loss_coef"):
             raise UserError(
@@ -647,6 +655,42 @@ def _check_signal(draft: Draft) -> None:
             "--use-kl-loss with --kl-loss-type k1 hardly keeps the model near the reference: the "
             "expectation of its gradient is 0 on policy; leave --kl-loss-type out (low_var_kl), or "
             "pass k2 or --use-unbiased-kl"
+        )
+
+
+#: Flags that act on a policy, or a critic, that has moved since the rollout's first step.
+_ACT_ON_DRIFT = ("use_opsm", "eps_clip_c", "sapo_tau_pos", "sapo_tau_neg")
+#: Settings with which the first step already meets other log-probs, or a rollout may have more
+#: steps than the flags say.
+_MAKE_DRIFT = (
+    "lora_dropout",
+    "attention_dropout",
+    "hidden_dropout",
+    "rollout_data_postprocess_path",
+    "custom_advantage_function_path",
+    "custom_convert_samples_to_train_data_path",
+    "custom_megatron_before_log_prob_hook_path",
+    "custom_megatron_before_train_step_hook_path",
+    "rollout_function_path",
+    "load_debug_rollout_data",
+)
+
+
+def _check_drift(draft: Draft) -> None:
+    """Warn of flags that need a second optimizer step per rollout if there is one step."""
+    if draft["num_steps_per_rollout"] != 1 or any(draft.values.get(d) for d in _MAKE_DRIFT):
+        return
+    if not draft["use_rollout_logprobs"]:
+        for option in (option_of(dest) for dest in _ACT_ON_DRIFT if draft.differs(dest)):
+            draft.warnings.append(
+                f"{option} has no effect with one optimizer step per rollout: the policy is then "
+                "the old policy, and every ratio is 1; pass --num-steps-per-rollout 2 or more, or "
+                "--use-rollout-logprobs to compare with the policy that sampled"
+            )
+    if draft.differs("value_clip"):
+        draft.warnings.append(
+            "--value-clip has no effect with one optimizer step per rollout: values have not "
+            "moved yet; pass --num-steps-per-rollout 2 or more"
         )
 
 

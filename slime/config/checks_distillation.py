@@ -31,6 +31,11 @@ def distillation(draft: Draft) -> None:
     else:
         _engine_teachers(draft)
     _idle_key(draft)
+    if draft["opd_kl_coef"] == 0:
+        draft.warnings.append(
+            "--use-opd with --opd-kl-coef 0 only measures the distance to the teacher "
+            "(rollout/opd_reverse_kl, train/opd_loss): nothing is learned from it"
+        )
     if draft["disable_compute_advantages_and_returns"] and draft["opd_loss"] == "sampled":
         raise UserError(
             "--use-opd and --disable-compute-advantages-and-returns exclude each other",

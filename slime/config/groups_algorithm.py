@@ -114,7 +114,8 @@ class AlgorithmConfig:
     custom_advantage_function_path: str | None = flag(None, needs=SAMPLES)
     """Function (args, rollout_data) that sets advantages and returns."""
     eps_clip: float = flag(0.2, range=_CLIP, needs=(SAMPLES, _CUSTOM_MAY_READ, _HAS_CLIP))
-    """Lower clip range of the policy ratio."""
+    """Lower clip range of the policy ratio, which is 1 in a rollout's first optimizer step (unless
+    --use-rollout-logprobs)."""
     eps_clip_high: float = derived(
         "eps_clip", range=_CLIP, needs=(SAMPLES, _CUSTOM_MAY_READ, _HAS_CLIP)
     )
@@ -254,7 +255,11 @@ class AlgorithmConfig:
     )
     """Reject above this ratio (published for the geometric level: 1.001)."""
     rs_veto_threshold: float | None = flag(
-        None, range=finite(0, "an importance ratio", above=True), needs=on("use_rs")
+        None,
+        range=Interval(
+            0, 1, above=True, below=True, what="an importance ratio, which is 1 without a mismatch"
+        ),
+        needs=on("use_rs"),
     )
     """Reject a sample with any trained token whose ratio is below this (published: 1e-4)."""
     custom_tis_function_path: str | None = flag(
@@ -284,7 +289,8 @@ class AlgorithmConfig:
     """Compute log-probs over only the tokens that top-k, top-p and min-p allow, in both engine and
     trainer."""
     use_opsm: bool = flag(False, needs=POLICY_LOSS)
-    """Off-policy sequence masking."""
+    """Off-policy sequence masking: from a rollout's second optimizer step on, or in all with
+    --use-rollout-logprobs."""
     opsm_delta: float = flag(1e-4, range=at_least(0, "a KL divergence"), needs=on("use_opsm"))
     """Sequence KL above which a sample with negative advantage is masked."""
 

@@ -157,10 +157,12 @@ class AdapterConfig:
             rank_flag: the flag that gave ``flags.lora_rank``, for messages.
         Raises:
             UserError: a target is not in the model (names the closest) or cannot be adapted, there
-                is no target, only one side of the experts is adapted, or the rank is not divisible
-                by the experts per token.
+                is no target, only one side of the experts is adapted, the rank is not divisible by
+                the experts per token, or a flag has no effect.
         """
         targets = _targets(flags, family, spec)
+        if flags.lora_dropout:
+            _refuse_idle_dropout(targets, family, spec)
         expert_rank = flags.lora_rank
         routed = [rule for rule in family.rules if rule.is_expert and rule.is_linear]
         if not any(leaf in targets for rule in _in_model(routed, spec) for leaf in leaves(rule)):
@@ -261,10 +263,10 @@ def _targets(flags: LoraConfig, family: ModelFamily, spec: ModelSpec) -> frozens
                 raise _unknown_target(option, name, known, family)
     everything = not flags.lora_target_modules or EVERYTHING in flags.lora_target_modules
     targets = frozenset([*(linear if everything else ()), *chosen])
-    if unused := sorted(set(excluded) - targets - set(linear)):
+    if unused := sorted(set(excluded) - targets):
         raise UserError(
             f"--lora-exclude-modules {' '.join(unused)} has no effect",
-            why="they get an adapter only if --lora-target-modules names them",
+            why="--lora-target-modules gives them no adapter",
             fix="leave it out",
         )
     targets -= frozenset(excluded)
@@ -314,6 +316,19 @@ def _refuse_one_side(
             f"--lora-target-modules has one side of the experts only: {missing} is missing",
             why="SGLang loads adapters of one side of its experts and never applies them",
             fix=f"add {missing}, or leave out {' and '.join(sorted(inner | {down}))}",
+        )
+
+
+def _refuse_idle_dropout(targets: frozenset[str], family: ModelFamily, spec: ModelSpec) -> None:
+    """Refuse dropout if only the embedding or routed experts have adapters."""
+    layers = _in_model([rule for rule in family.rules if _is_layer(rule)], spec)
+    dropping = [rule for rule in layers if not rule.is_expert]
+    dropping += [rule for rule in family.rules if rule.is_output]
+    if not any(leaf in targets for rule in dropping for leaf in leaves(rule)):
+        raise UserError(
+            f"--lora-dropout has no effect on adapters of {' '.join(sorted(targets))}",
+            why="adapters of the embedding and of routed experts have no dropout",
+            fix="leave it out, or name further layers with --lora-target-modules",
         )
 
 

@@ -184,8 +184,26 @@ class SftEncoding:
                 last answer.
             tokens: tokens of a prompt that is already tokenised.
         Raises:
-            UserError: there is nothing to train on, or a turn cannot be trained.
+            UserError: there is nothing to train on, a turn cannot be trained, or nothing stands
+                before the first trained token.
         """
+        found = self._encoded(prompt, label, tokens, tools)
+        if any(sequence.mask[0] for sequence in found.sequences):
+            raise UserError(
+                "the first token of all is trained",
+                why="a token is predicted from the tokens before it, and the tokenizer or chat "
+                "template puts none before this answer",
+                fix="give the row a prompt, or a user's message before the first answer",
+            )
+        return found
+
+    def _encoded(
+        self,
+        prompt: str | Messages,
+        label: Any,
+        tokens: list[int] | None,
+        tools: list[dict[str, Any]] | None,
+    ) -> Encoded:
         if isinstance(prompt, list):
             given = read_messages(prompt, tools=tools)
             messages = with_answer(given, label)

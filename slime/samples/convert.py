@@ -133,6 +133,15 @@ def _teachers(columns: Columns, trainable: Trainable, config: Config) -> list[st
 
 
 def _check_lengths(columns: Columns, config: Config) -> None:
+    triples = zip(map(len, columns.tokens), columns.response_lengths, columns.sample_indices)
+    bare = next((index for length, own, index in triples if own >= length), None)
+    if bare is not None:
+        raise UserError(
+            f"the sample with index {bare} has no prompt: all its tokens are of the response",
+            why="a token's log-prob is computed from the tokens before it, and the first one has "
+            "none",
+            fix="let response_length leave out at least the first token",
+        )
     cap = config.train.seq_length
     if cap is None:
         return

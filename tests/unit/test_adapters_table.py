@@ -213,6 +213,21 @@ def test_a_part_that_is_no_target_is_in_no_file() -> None:
             {"lora_target_modules": ("q_proj",), "lora_exclude_modules": ("q_proj",)},
             "no layer is left",
         ),
+        (
+            "Qwen/Qwen3-0.6B",
+            {"lora_target_modules": ("q_proj",), "lora_exclude_modules": ("v_proj",)},
+            "--lora-exclude-modules v_proj has no effect",
+        ),
+        (
+            "Qwen/Qwen3-30B-A3B",
+            {"lora_target_modules": ("gate_proj", "up_proj", "down_proj"), "lora_dropout": 0.1},
+            "--lora-dropout has no effect on adapters of down_proj gate_proj up_proj",
+        ),
+        (
+            "Qwen/Qwen3-30B-A3B",
+            {"lora_target_modules": ("embed_tokens",), "lora_dropout": 0.1},
+            "--lora-dropout has no effect on adapters of embed_tokens",
+        ),
     ],
 )
 def test_what_cannot_be_adapted_is_refused_by_name(

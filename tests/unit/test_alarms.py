@@ -474,12 +474,40 @@ def test_flags_with_which_nothing_can_be_learnt_are_refused(words: str, said: st
         "--n-samples-per-prompt 1 --custom-generate-function-path a.b",
         "--n-samples-per-prompt 1 --debug-rollout-only",
         "--n-samples-per-prompt 1 --loss-type sft_loss",
+        "--n-samples-per-prompt 1 --use-opd --opd-teacher-load teacher",
+        "--n-samples-per-prompt 1 --use-opd --opd-teacher-load teacher --opd-loss jsd",
     ],
 )
 def test_one_sample_per_prompt_where_something_else_makes_the_difference(words: str) -> None:
     from slime.config import parse_args
 
     assert parse_args([*RUN, *words.split()]).rollout.n_samples_per_prompt == 1
+
+
+OPD = "--use-opd --opd-teacher-load teacher"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (f"{OPD} --n-samples-per-prompt 1 --rm-type math", "--rm-type math has no effect"),
+        (f"{OPD} --n-samples-per-prompt 2 --rm-type math", ""),
+        (f"{OPD} --opd-kl-coef 0", "--opd-kl-coef 0 only measures"),
+        ("--use-opsm", "--use-opsm has no effect with one optimizer step per rollout"),
+        ("--use-opsm --num-steps-per-rollout 2", ""),
+        ("--use-opsm --use-rollout-logprobs", ""),
+        ("--use-opsm --custom-megatron-before-train-step-hook-path a.b", ""),
+        ("--eps-clip-c 3", "--eps-clip-c has no effect"),
+        ("--advantage-estimator sapo --sapo-tau-neg 2", "--sapo-tau-neg has no effect"),
+        ("--advantage-estimator ppo --value-clip 0.5", "--value-clip has no effect"),
+        ("--advantage-estimator ppo --value-clip 0.5 --num-steps-per-rollout 2", ""),
+    ],
+)
+def test_flags_that_change_nothing_are_told(words: str, said: str) -> None:
+    from slime.config import parse_args
+
+    found = parse_args([*RUN, *words.split()]).warnings
+    assert len(found) == bool(said) and all(said in warning for warning in found)
 
 
 def test_a_kl_that_is_only_measured_is_said_to_be() -> None:

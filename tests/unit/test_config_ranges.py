@@ -143,6 +143,8 @@ def test_its_ends_and_what_lies_beyond(dest: str) -> None:
         ({"seed": 2**32}, "at most 4294967295"),
         ({"eval_pass_k": [0]}, "--eval-pass-k is 0"),
         ({"seq_length": 1}, "--seq-length is 1"),
+        # nearly every sample has a token below 1, so nothing would be trained on
+        ({"rs_veto_threshold": 1.0, "use_rs": True}, "more than 0 and less than 1"),
     ],
 )
 def test_a_configuration_is_looked_at(flags: dict[str, Any], said: str) -> None:

@@ -269,6 +269,14 @@ def test_nothing_left_is_an_error_with_the_reasons() -> None:
         convert(groups)
 
 
+@pytest.mark.parametrize("response", [1, 4])
+def test_a_sample_without_a_prompt_is_refused(response: int) -> None:
+    """Its first log-prob would be computed from another sample of its micro-batch."""
+    groups = [Group(0, [[make_sample(0)], [make_sample(7, 0.0, prompt=0, response=response)]])]
+    with pytest.raises(UserError, match="the sample with index 7 has no prompt"):
+        convert(groups)
+
+
 def test_samples_longer_than_seq_length_are_refused() -> None:
     groups = make_groups([1.0, 0.0])
     groups[0].trajectories[1] = [make_sample(1, 0.0, response=20)]

@@ -284,6 +284,23 @@ def test_reasoning_that_no_template_writes_is_counted() -> None:
     assert encoding.encode([user(0), answer(0)]).lost_reasoning == 0
 
 
+@pytest.mark.parametrize(
+    ("prompt", "label"),
+    [
+        ([answer(0), user(1), answer(1)], None),
+        ([{"role": "user", "content": ""}, answer(0)], None),
+        ("", "ANSWER0"),
+    ],
+)
+def test_an_answer_with_nothing_before_it_is_refused(prompt: Any, label: str | None) -> None:
+    bare = "{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}"
+    bare = bare.replace("<|im_end|>", "{% if m['role'] == 'assistant' %}<|im_end|>{% endif %}")
+    encoding = SftEncoding(make_tokenizer(bare))
+    with pytest.raises(UserError, match="the first token of all is trained"):
+        encoding.encode(prompt, label)
+    assert encoding.encode([user(0), answer(0)]).sequences[0].prompt_length == len("USER0")
+
+
 @pytest.mark.parametrize("weight", [0, 1])
 def test_a_label_answers_a_conversation_that_ends_with_a_question(weight: int) -> None:
     tokenizer = make_tokenizer()
