@@ -19,6 +19,12 @@ from slime.config.other_systems import other_name
 from slime.config.values import convert
 from slime.errors import UserError
 
+#: A setting of Hydra: actor_rollout_ref.actor.optim.lr=1e-6, +data.x=1
+_HYDRA = re.compile(
+    r"[+~]{0,2}(?:actor_rollout_ref|data|algorithm|trainer|critic|reward_model|policy|loss_fn|grpo|"
+    r"cluster|checkpointing|custom_reward_function|ray_kwargs|global_profiler)\.[\w./@]+=.*",
+    re.DOTALL,
+)
 _OPTION = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 
 
@@ -42,8 +48,14 @@ def read_argv(argv: list[str], errors: list[UserError] | None = None) -> UserFla
         end = position + 1
         while end < len(argv) and _OPTION.fullmatch(argv[end]) is None:
             end += 1
+        words = argv[position + 1 : end]
+        own = [word for word in words if not _HYDRA.fullmatch(word)]
+        for word in words:
+            if word not in own:
+                _report(_stray(word), errors)
         try:
-            _read_flag(given, argv[position], argv[position + 1 : end], collected)
+            if own or not words:
+                _read_flag(given, argv[position], own, collected)
         except UserError as error:
             if errors is None:
                 raise
@@ -132,13 +144,19 @@ def _stray(word: str) -> UserError:
     if word.startswith("-") and len(word) > 1 and word[1] != "-":
         return UserError(f"{word!r} is not a flag", why="flags have two dashes and no short forms")
     name, equals, value = word.partition("=")
-    meant = other_name(name) if equals else None
+    meant = other_name(name.lstrip("+~")) if equals else None
     if meant is not None:
         return UserError(
             f"{word!r} is not a flag", why="it is another system's setting", fix=meant.text
         )
     if equals and name.replace("_", "-") in spellings():
         return UserError(f"{word!r} is not a flag", fix=f"write --{name.replace('_', '-')} {value}")
+    if _HYDRA.fullmatch(word):
+        return UserError(
+            f"{word!r} is not a flag",
+            why="it is another system's setting",
+            fix=f"`slime flags {name.rpartition('.')[2]}` searches the flags",
+        )
     return UserError(f"{word!r} belongs to no flag", why="it is the first word of the command line")
 
 
