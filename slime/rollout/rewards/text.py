@@ -119,7 +119,7 @@ def normalise_answer(text: str) -> str:
     other punctuation separates words, so that "well-known" is "well known". A letter with an accent
     is one character, however it was written.
     """
-    text = unicodedata.normalize("NFC", text)
+    text = unicodedata.normalize("NFC", re.sub("[\ufeff\u200b]", "", text))
     text = re.sub(r"(?<=\d),(?=\d)|[.'’‘`]", "", text.lower())
     text = "".join(
         " " if c in string.punctuation or unicodedata.category(c)[0] == "P" else c for c in text
