@@ -332,13 +332,6 @@ class HfReader:
                 why=why,
                 fix="download the index again from a source that you trust",
             )
-        if SINGLE not in weight_map.values() and (self.directory / SINGLE).is_file():
-            raise UserError(
-                f"{self.directory} has weights twice",
-                why=f"{SINGLE} is beside {INDEX}, which does not name it; some readers take one, "
-                "some the other",
-                fix="remove the one that is not meant",
-            )
         promised: dict[str, set[str] | None] = {}
         for name, file_name in weight_map.items():
             entry = promised.setdefault(file_name, set())
@@ -352,6 +345,13 @@ class HfReader:
                 why=first_few(absent, 6)
                 + (f"; they hold tensors of the layers {layers}" if layers else ""),
                 fix="download them again: the download was incomplete",
+            )
+        if SINGLE not in weight_map.values() and (self.directory / SINGLE).is_file():
+            raise UserError(
+                f"{self.directory} has weights twice",
+                why=f"{SINGLE} is beside {INDEX}, which does not name it; some readers take one, "
+                "some the other",
+                fix="remove the one that is not meant",
             )
         return dict(sorted(promised.items()))
 

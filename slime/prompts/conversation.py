@@ -21,7 +21,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -267,7 +267,8 @@ def read_messages(
         tools: as `read_tools` returns them: their schemas say where null is a value.
         drops_nulls: keys of calls' arguments (given as objects, not as JSON text) that are null are
             absent, unless the tool's schema allows null there. Columnar files fill each record up
-            to the union of all keys.
+            to the union of all keys. For rows of data, where words under the key of another system
+            and a key twice in a call's arguments are refused too.
         images: collects images; None: they are refused.
     Raises:
         ConversationError: a message cannot be understood, or has images or other media; names the
@@ -417,7 +418,7 @@ class _MessageReader:
         for key in ("tool_call_id", "name"):
             if given.get(key) not in _NOTHING:
                 said[key] = given[key]
-        if wire is None and not calls and not reasoning:
+        if self._drops_nulls and wire is None and not calls and not reasoning:
             _check_words(given, where)
         loss = reading_loss_keys(given, where)
         if role == "assistant" and loss == 0:
@@ -603,7 +604,8 @@ class _MessageReader:
             )
         if isinstance(arguments, str):
             kind = "arguments of a call that are not valid JSON"
-            arguments = _json(arguments, kind, where) if arguments.strip() else {}
+            once = _each_key_once if self._drops_nulls else None
+            arguments = _json(arguments, kind, where, once) if arguments.strip() else {}
         elif self._drops_nulls:
             arguments = without_nulls(arguments, self._schemas.get(name, {}))
         if fault := _not_of_json(arguments):
@@ -710,13 +712,18 @@ def _decoded(value: Any, where: str) -> Any:
     return _json(value, "calls or tools as text that is not valid JSON", where)
 
 
-def _json(text: str, kind: str, where: str) -> Any:
+def _json(
+    text: str,
+    kind: str,
+    where: str,
+    pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
+) -> Any:
     try:
         found = json.loads(
             text,
             parse_constant=_not_json,
             parse_float=_finite,
-            object_pairs_hook=_each_key_once,
+            object_pairs_hook=pairs_hook,
         )
         if "\\ud" in text.lower():
             json.dumps(found, ensure_ascii=False).encode()  # half a character cannot be written

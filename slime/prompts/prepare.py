@@ -207,19 +207,19 @@ class Checker:
             if self.markers and carries_template(prompt.bare, self.markers):
                 found.templated += 1
                 found.first_templated = found.first_templated or rows.where(position)
-            if self.compares_labels and not prompt.images:
-                asked = (prompt.text, prompt.tokens, prompt.metadata)
-                found.see(_digest_of(asked), _digest_of(prompt.label), rows.where(position))
             prompts.append((position, prompt))
         read = [prompt for _, prompt in prompts]
         judged = self.judge(read) if self.judge is not None else [[] for _ in read]
-        for (position, _), length, problems in zip(
+        for (position, prompt), length, problems in zip(
             prompts, self.lengths(read), judged, strict=True
         ):
             for one in problems:
                 found.problems.add(rows.where(position), one)
             if any(one.refuse_at == 0.0 for one in problems):
                 continue
+            if self.compares_labels and not prompt.images:
+                asked = (prompt.text, prompt.tokens, prompt.metadata)
+                found.see(_digest_of(asked), _digest_of(prompt.label), rows.where(position))
             if self.fits(length):
                 found.kept.append(position)
             else:
