@@ -106,3 +106,17 @@ class RunFailed(UserError):
     """
 
     exit_status = 1
+
+
+def name_and_text(error: BaseException) -> str:
+    """The class and the message of an error, also of a user's class whose message cannot be made.
+
+    Example:
+        >>> name_and_text(ValueError("too long"))
+        'ValueError: too long'
+    """
+    try:
+        text = str(error)
+    except Exception as again:
+        text = f"(its text raises {type(again).__name__})"
+    return f"{type(error).__name__}: {text}"

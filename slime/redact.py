@@ -24,7 +24,7 @@ HIDDEN = "•••"
 
 # -- names -----------------------------------------------------------------------------------------
 
-_WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
+_WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[^\W\dA-Z_]+|[A-Z]+")
 
 
 def _words(text: str) -> frozenset[str]:
@@ -36,10 +36,23 @@ _STRONG = _words(
     """
     password passwd passphrase passcode secret secrets credential credentials pwd apikey apikeys
     authtoken accesstoken secretkey accesskey privatekey sshpass authorization bearer cookie
-    cookies
+    cookies jwt mnemonic webhook webhooks passwort kennwort senha contraseña пароль 密码
+    密钥 口令 パスワード 비밀번호
     """
 )
-_STRONG_ENDS = ("password", "passwd", "apikey", "secret")
+_STRONG_ENDS = ("password", "passwd", "apikey", "secret", "pw")
+#: Last two words of such a name.
+_STRONG_PAIRS = _words(
+    """
+    webhook-url webhook-urls seed-phrase recovery-phrase totp-seed totp-secret
+    """
+)
+#: Words after the name of a secret that leave it one: "password_base64", "api_key_prod".
+_SUFFIXES = _words(
+    """
+    v b base value str string text plain raw json hex old new backup prod production dev staging
+    """
+)
 #: Words before "key" and "keys" in names of secrets. For other lower-case names `_COLUMNS`
 #: decides.
 _LOCKS = _words(
@@ -74,6 +87,8 @@ _TICKETS = _words(
     access auth api refresh bearer session security hf github gitlab slack id
     """
 )
+#: Words before "pat", a personal access token.
+_FORGES = _words("github gitlab gh azure devops bitbucket git")
 #: Words before "pass" as a password; "pass" may also mean a pass over data.
 _LOGINS = _words(
     """
@@ -111,8 +126,10 @@ def _grade(name: str) -> int:
     # AWS: the id that belongs to a secret access key
     if last == "id" and words[-3:-1] == ["access", "key"]:
         return 2
-    if last in _STRONG or last.endswith(_STRONG_ENDS):
+    if last in _STRONG or last.endswith(_STRONG_ENDS) or f"{before}-{last}" in _STRONG_PAIRS:
         return 2
+    if last in _SUFFIXES and before:
+        return 2 if _grade("_".join(words[:-1])) == 2 else 0
     is_variable = name.isupper() and len(words) > 1
     if last in ("key", "keys"):
         if before in _LOCKS:
@@ -124,6 +141,12 @@ def _grade(name: str) -> int:
         if before in _TICKETS:
             return 2 if last == "token" else 1
         return int(last == "token" and (is_variable or before not in _VOCABULARY))
+    if last == "pat" and (is_variable or before in _FORGES):
+        return 1
+    if last == "tok" and before in _TICKETS:
+        return 1
+    if name.lower() in ("pat", "sig", "sas", "signature"):
+        return _BARE
     if last == "pass":
         return int(is_variable or before in _LOGINS) or (_BARE if name.lower() == "pass" else 0)
     return int(last == "auth" or last.endswith("token"))
@@ -161,23 +184,28 @@ _LEAST = 6
 #: The same for a line of a multi-line secret, such as a private key.
 _LEAST_LINE = 16
 _PRIVATE_KEY = re.compile(
-    r"(?P<before>-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----)(?P<secret>.{1,16000}?)"
-    r"(?P<after>-----END [A-Z ]{0,30}PRIVATE KEY)",
+    r"(?P<before>-----BEGIN [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----)(?P<secret>.{1,16000}?)"
+    r"(?P<after>-----END [A-Z ]{0,30}PRIVATE KEY|\Z)",
     re.S,
 )
 #: Recognisable formats of keys: the hub, W&B, OpenAI and similar, GitHub, AWS, Google, Slack,
-#: Groq, NVIDIA, Replicate, xAI, Perplexity, SendGrid, JWTs.
+#: Groq, NVIDIA, Replicate, xAI, Perplexity, SendGrid, Docker, Vault, Tavily, DigitalOcean,
+#: Databricks, LangSmith, Pinecone, Telegram, age, JWTs.
 _SHAPES = re.compile(
     r"(?P<before>(?:hooks\.slack\.com/services/|discord(?:app)?\.com/api/webhooks/\d+/|"
     r"api\.telegram\.org/bot)?)"
     r"(?P<secret>(?<=services/)[\w/-]{12,}|(?<=webhooks/)[\w/-]{12,}|(?<=\.org/bot)\d+:[\w-]{12,}"
     r"|\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|wandb_v\d_[\w-]{16,}|local-[0-9a-f]{40}"
     r"|gh[opsru]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{12,}|(?:AKIA|ASIA)[0-9A-Z]{12,}"
+    r"|(?:dckr_pat|shpat|whsec|lsv2_pt|lsv2_sk|pcsk|jina|lin_api|figd|sntrys)_[\w-]{20,}"
+    r"|(?:tvly|csk|gldt|glptt)-[\w-]{20,}|hvs\.[\w-]{20,}|do[opr]_v1_[0-9a-f]{32,}"
+    r"|dapi[0-9a-f]{32}|AGE-SECRET-KEY-1[0-9A-Z]{20,}|ATATT3x[\w=-]{20,}"
     r"|gsk_[A-Za-z0-9]{20,}|nvapi-[\w-]{20,}|r8_[A-Za-z0-9]{20,}|(?:xai|pplx)-[A-Za-z0-9]{20,}"
     r"|SG\.[\w-]{16,}\.[\w-]{16,}|ya29\.[\w-]{20,}"
     r"|AIza[\w-]{20,}|xox[abeprs]-[\w-]{10,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{40,}|[rs]k_(?:live|"
     r"test)_[A-Za-z0-9]{16,}"
-    r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})|(?<![\w/.-])sk-(?=[\w-]{0,80}\d)[\w-]{12,})"
+    r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})|(?<![\w/.-])sk-(?=[\w-]{0,80}\d)[\w-]{12,}"
+    r"|(?<!\d)\d{8,10}:AA[\w-]{30,}|(?<=wandb login )[0-9a-f]{40})"
 )
 #: user:password@, :password@, and a long user name, which is a token.
 _IN_URL = re.compile(
@@ -185,16 +213,47 @@ _IN_URL = re.compile(
     r"(?=[^/\s:@'\"]{16,400}@)))"
     r"(?P<secret>[^/\s'\"]{1,400})(?P<after>@)"
 )
+#: The same in a URL that is a parameter of another.
+_IN_QUOTED_URL = re.compile(
+    r"(?P<before>%3A%2F%2F[^%\s/]{0,200}%3A)(?P<secret>[^\s&/]{1,400}?)(?P<after>%40)", re.I
+)
 _IN_QUERY = re.compile(r"(?P<before>[?&;#](?P<name>[\w.-]{1,60})=)(?P<secret>[^&#\s\"'<>\\]+)")
 _QUERY_NAMES = ("key", "sig", "signature", "token", "auth", "pass", "sas")
 _BEARER = re.compile(r"(?P<before>\b(?i:bearer|basic|token) +)(?P<secret>[\w.~+/=-]{12,})")
+#: An Authorization header of another scheme, to the end of its line or quote.
+_SCHEME = re.compile(
+    r"(?P<before>\b(?i:authorization\W{1,8}(?:digest|aws4-hmac-sha256|negotiate|ntlm|api-?key|key|"
+    r"oauth|ssws|geniekey|splunk|dpop|hawk|mac)) +)(?P<secret>[^'\n]+)"
+)
+#: curl -u user:password
+_LOGIN = re.compile(
+    r"(?P<before>(?:^|\s)(?:-u|--user|--proxy-user)[ =]['\"]?[^\s:'\"]{1,80}:)(?P<secret>[^\s'\"]+)"
+)
+#: "Incorrect API key provided: …", "the password is …"; the value must look random.
+_IN_PROSE = re.compile(
+    r"(?P<before>\b(?i:api[ -]key|(?:access|auth) token|password|secret)\b(?: \w{1,12}){0,2}?"
+    r"(?: is|\s?[:=])\s*['\"]?)(?P<secret>[\w.~+/=-]{8,})"
+)
+#: A YAML block scalar, and an XML element; the name decides.
+_BLOCK = re.compile(
+    r"(?P<before>(?P<name>\b[^\W\d_][\w-]{1,60})[\"']?\s?:\s?[|>][+-]?\d?[ \t]*\n)"
+    r"(?P<secret>[ \t]+[^\n]*(?:\n[ \t]+[^\n]*)*)"
+)
+_BLOCK_MARK = re.compile(r"[|>][+-]?\d?[ \t]*\n")
+_ELEMENT = re.compile(
+    r"(?P<before><(?P<name>[^\W\d_][\w-]{1,60})>)(?P<secret>[^<\n]{1,400})(?P<after></(?P=name)>)"
+)
 #: NAME=value, "name": "value" (quotes may be escaped), names["name"] = "value", ("name", "value"),
 #: --name value; the name decides.
 _NAMED = re.compile(
-    r"""(?P<before>(?P<name>-{0,2}\b[A-Za-z][\w-]{2,60})"""
+    r"""(?P<before>(?P<name>-{0,2}\b[^\W\d_][\w-]{1,60})"""
     r"""(?P<between>\\{0,3}["']?\]?\s{0,3}[=:]\s{0,3}|["'],\s?(?=["'])|\s(?=[^\s-])))"""
     r"""(?P<mark>\\{0,3}["']?)(?P<secret>(?<=")[^"\n]*|(?<=')[^'\n]*|[^\s,;"'}\])]+)"""
 )
+
+
+#: Keys beside "value" that name it, in lists of headers and of environment variables.
+_NAME_KEYS = ("name", "key", "header", "variable")
 
 
 class _Hider:
@@ -213,15 +272,29 @@ class _Hider:
         text = _PRIVATE_KEY.sub(self._always, text)
         text = _SHAPES.sub(self._always, text)
         text = _IN_URL.sub(self._always, text)
+        if "%40" in text:
+            text = _IN_QUOTED_URL.sub(self._always, text)
         text = _IN_QUERY.sub(self._in_query, text)
         text = _BEARER.sub(self._always, text)
+        text = _SCHEME.sub(self._always, text)
+        if "-u" in text:
+            text = _LOGIN.sub(self._always, text)
+        text = _IN_PROSE.sub(self._if_random, text)
+        if _BLOCK_MARK.search(text):
+            text = _BLOCK.sub(self._if_named, text)
+        if "</" in text:
+            text = _ELEMENT.sub(self._if_named, text)
         return self._named_in(text)
 
     def value(self, value: Any, name: str, inherited: int = 0) -> Any:
         grade = inherited or _grade(name)
         if isinstance(value, Mapping):
             below = 2 if grade == 2 else 0
-            return {key: self.value(inner, str(key), below) for key, inner in value.items()}
+            named = next((value[key] for key in _NAME_KEYS if isinstance(value.get(key), str)), "")
+            return {
+                key: self.value(inner, named if key == "value" and named else str(key), below)
+                for key, inner in value.items()
+            }
         if isinstance(value, list | tuple):
             if all(isinstance(item, str) for item in value) and any(
                 item.startswith("--") for item in value
@@ -237,7 +310,7 @@ class _Hider:
         shown: list[str] = []
         flag = ""
         for word in argv:
-            if word.startswith("--") and len(word) > 2:
+            if re.match(r"--[^\W_]", word):
                 flag, equals, value = word.partition("=")
                 shown.append(f"{flag}={self._word(flag, value)}" if equals else flag)
                 flag = "" if equals else flag
@@ -268,6 +341,13 @@ class _Hider:
 
     def _always(self, match: re.Match[str]) -> str:
         return match[0] if HIDDEN in match["secret"] else self._hide(match)
+
+    def _if_random(self, match: re.Match[str]) -> str:
+        return self._always(match) if _looks_random(match["secret"]) else match[0]
+
+    def _if_named(self, match: re.Match[str]) -> str:
+        is_hidden = _hides(_grade(match["name"]), match["secret"])
+        return self._always(match) if is_hidden else match[0]
 
     def _in_query(self, match: re.Match[str]) -> str:
         words = [word.lower() for word in _WORDS.findall(match["name"])] or [""]

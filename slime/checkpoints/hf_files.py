@@ -120,7 +120,10 @@ class HfReader:
                     why=f"the first: {', '.join(missing[:3])}",
                     fix=f"download {file_name} and {INDEX} again from the same revision",
                 )
-            self._file_of.update(dict.fromkeys(names, file_name))
+            own = names if expected is None else expected
+            self._file_of.update(dict.fromkeys(own, file_name))  # the index decides
+            for name in names - own:
+                self._file_of.setdefault(name, file_name)
         self._mxfp4 = base_names(sorted(self._file_of))
         self._stored_names: dict[str, str] = {}
         self._stacks: dict[str, StackLayout] = {}
@@ -193,8 +196,10 @@ class HfReader:
         return self._stored(name)
 
     def _stored(self, name: str) -> LazyTensor:
-        stored = self._stored_names.get(name, name)
-        return LazyTensor(self._files[self._file_of[name]].get_slice(stored))
+        return LazyTensor(self._files[self._file_of[name]].get_slice(self._stored_name(name)))
+
+    def _stored_name(self, name: str) -> str:
+        return self._stored_names.get(name, name)
 
     @property
     def score(self) -> LazyTensor | None:
@@ -239,11 +244,49 @@ class HfReader:
                 why="; ".join(
                     _describe(missing, "missing", spec) + _describe(unknown, "unknown", spec)
                 ),
-                fix="download the missing files again; if config.json belongs to another model, "
-                "replace it",
+                fix=_fix_of(missing, unknown),
             )
         self._check_shapes(shapes, family, spec)
+        self._check_dtypes(shapes)
+        if spec.tie_embeddings:
+            self._check_tied()
         return ignored
+
+    def _check_dtypes(self, names: Iterable[str]) -> None:
+        """Refuse weights that are not floating-point numbers of at least 16 bits."""
+        stored = (name for name in names if name in self._file_of and name not in self._mxfp4)
+        for name in stored:
+            code = self._files[self._file_of[name]].get_slice(self._stored_name(name)).get_dtype()
+            if code not in ("F64", "F32", "F16", "BF16"):
+                raise UserError(
+                    f"{self.directory}: {name} is of the type {code}, which is no type of "
+                    "unquantised weights",
+                    why="without scales its numbers are not the model's",
+                    fix="use a bfloat16 copy of the model",
+                )
+
+    def _check_tied(self) -> None:
+        """Refuse an output layer that differs from the embedding where config.json ties both.
+
+        Compares the first and the last rows.
+        """
+        ends = ("embed_tokens.weight", "lm_head.weight")
+        found = [sorted((n for n in self._file_of if n.endswith(end)), key=len) for end in ends]
+        if not all(found) or self._framework == "np" or self._as_trunk:
+            return
+        embedding, output = found[0][0], found[1][0]
+        pair = self._stored(embedding), self._stored(output)
+        if pair[0].shape == pair[1].shape:
+            parts = (slice(0, 64), slice(-64, None))
+            if all(bool((pair[0][part] == pair[1][part]).all()) for part in parts):
+                return
+        raise UserError(
+            f"{self.directory}: {output} differs from the embedding, and config.json has "
+            "tie_word_embeddings true",
+            why="with tied weights the output layer of the file would not be used",
+            fix="set tie_word_embeddings to false in config.json if the model has an output layer "
+            f"of its own; else remove {output} from the file",
+        )
 
     def _check_shapes(
         self, shapes: Mapping[str, tuple[int, ...]], family: ModelFamily, spec: ModelSpec
@@ -303,6 +346,13 @@ class HfReader:
                 + (f"; they hold tensors of the layers {layers}" if layers else ""),
                 fix="download them again: the download was incomplete",
             )
+        if SINGLE not in weight_map.values() and (self.directory / SINGLE).is_file():
+            raise UserError(
+                f"{self.directory} has weights twice",
+                why=f"{SINGLE} is beside {INDEX}, which does not name it; some readers take one, "
+                "some the other",
+                fix="remove the one that is not meant",
+            )
         return dict(sorted(promised.items()))
 
     def _open(self, file_name: str) -> Any:
@@ -333,6 +383,35 @@ class HfReader:
             why=f"neither {SINGLE} nor {INDEX}; it holds: {contents_of(self.directory)}",
             fix="name a complete model directory (config.json, *.safetensors, tokenizer)",
         )
+
+
+#: What wrappers put before the names of a model's tensors.
+_WRAPPERS = ("model.", "module.", "base_model.model.", "_orig_mod.", "language_model.")
+
+
+def _fix_of(missing: list[str], unknown: list[str]) -> str:
+    """What to do about missing and unknown tensors."""
+    if missing == ["lm_head.weight"] and not unknown:
+        return (
+            "download the missing file again; if the output layer is the embedding, set "
+            "tie_word_embeddings to true in config.json"
+        )
+    if any(".lora_A." in name or ".lora_B." in name for name in unknown):
+        return (
+            "merge the adapter into the weights (PEFT's merge_and_unload), or name the plain model "
+            "here and the adapter with --lora-adapter-path"
+        )
+    for prefix in _WRAPPERS:
+        if unknown and {name.removeprefix(prefix) for name in unknown} == set(missing):
+            return f"save the model itself, not its wrapper: all names begin with '{prefix}'"
+    if unknown and {f"model.{name}" for name in unknown} == set(missing):
+        return "save the whole model, with its output layer: the names lack 'model.'"
+    if unknown and not missing:
+        return (
+            "remove the unknown tensors from the files; if config.json belongs to another model, "
+            "replace it"
+        )
+    return "download the missing files again; if config.json belongs to another model, replace it"
 
 
 def _layers_of(names: Iterable[str]) -> str:

@@ -117,6 +117,12 @@ def load_hf(
             if match is None:
                 continue
             piece = _read_piece(reader, match, name, target, spec, placement)
+            if not bool(torch.isfinite(piece).all()):
+                raise UserError(
+                    f"{hf_dir}: {match.sources[0]} has values that are not finite",
+                    why="a model with NaN or infinite weights generates and learns nothing",
+                    fix="download the file again, or take an earlier checkpoint",
+                )
             target.copy_(piece)
             taken.update(match.sources)
             num_loaded = num_loaded + 1

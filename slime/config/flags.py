@@ -121,6 +121,8 @@ def unknown_name(name: str, where: str) -> UserError:
     dashed = name.replace("_", "-")
     if dashed in known:
         return UserError(f"{where}there is no flag --{name}", fix=f"write --{dashed}, with dashes")
+    if dashed.lower() in known:
+        return UserError(f"{where}there is no flag --{name}", fix=f"write --{dashed.lower()}")
     other = sglang_that_has(dashed) if dashed.startswith("sglang-") else None
     if other is not None:
         here, there = other

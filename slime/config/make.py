@@ -118,6 +118,8 @@ def judge_args(argv: list[str], entry: str = "train") -> tuple[Config | None, li
     is_complete = not any(one.what.startswith(files) for one in errors)
     if is_complete:  # else an unreadable file may contain the missing flags
         errors += [one for one in incomplete(draft) if not options_in(one.what) & doubtful]
+    wrong = {one.what.split()[0] for one in errors if not one.what.endswith(" is required")}
+    errors = [one for one in errors if one.what.removesuffix(" is required") not in wrong]
     return _finish(draft), list({str(error): error for error in errors}.values())
 
 

@@ -13,12 +13,20 @@ from typing import Any
 import yaml
 
 from slime.config.draft import UserFlags
-from slime.config.flag import option_of
+from slime.config.flag import FlagSpec, option_of
 from slime.config.flags import Spelling, nearest, spellings, unknown_name
 from slime.config.other_systems import other_name
 from slime.config.values import convert
 from slime.errors import UserError
 
+#: A setting of Hydra: actor_rollout_ref.actor.optim.lr=1e-6, +data.x=1
+_HYDRA = re.compile(
+    r"[+~]{0,2}(?:actor_rollout_ref|data|algorithm|trainer|critic|reward_model|policy|loss_fn|grpo|"
+    r"cluster|checkpointing|custom_reward_function|ray_kwargs|global_profiler)\.[\w./@]+=.*",
+    re.DOTALL,
+)
+#: A flag behind one dash, or behind those that word processors make of two.
+_OTHER_DASHES = re.compile(r"(?:-|-?[\u2010-\u2015\u2212]-?)([A-Za-z][\w-]*)")
 _OPTION = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 
 
@@ -42,8 +50,14 @@ def read_argv(argv: list[str], errors: list[UserError] | None = None) -> UserFla
         end = position + 1
         while end < len(argv) and _OPTION.fullmatch(argv[end]) is None:
             end += 1
+        words = argv[position + 1 : end]
+        own = [word for word in words if not _HYDRA.fullmatch(word)]
+        for word in words:
+            if word not in own:
+                _report(_stray(word), errors)
         try:
-            _read_flag(given, argv[position], argv[position + 1 : end], collected)
+            if own or not words:
+                _read_flag(given, argv[position], own, collected)
         except UserError as error:
             if errors is None:
                 raise
@@ -70,7 +84,10 @@ def _read_flag(
             words = collected.setdefault(spelling.spec.dest, [])
             words.append(inline)
     elif inline is not None:
-        raise UserError(f"--{name}={inline} is followed by {words[0]!r}, which belongs to no flag")
+        raise UserError(
+            f"--{name}={inline} is followed by {words[0]!r}, which belongs to no flag",
+            fix=f"quote a value that has spaces in it, or remove {words[0]!r}",
+        )
     _apply(given, f"--{name}", spelling, words, is_inline=inline is not None)
 
 
@@ -87,7 +104,7 @@ def _apply(
         given.set(spec.dest, "", "flag")
     elif spec.kind == "bool":
         if not is_inline:
-            _no_value(option, words)
+            _no_value(option, words, spec)
         value = convert(spec, words[0]) if words else True
         given.set(spec.dest, value != spelling.negated, "flag")
     elif spec.meta.append:
@@ -105,6 +122,9 @@ def _apply(
     else:
         _wanted(option, words)
         if len(words) > 1:
+            for word in words[1:]:
+                if (match := _OTHER_DASHES.match(word)) and match[1] in spellings():
+                    raise _stray(word)
             raise UserError(
                 f"{option} takes one value, but {len(words)} were given: {' '.join(words)}",
                 fix="quote a value that has spaces in it",
@@ -112,11 +132,13 @@ def _apply(
         given.set(spec.dest, convert(spec, words[0]), "flag")
 
 
-def _no_value(option: str, words: list[str]) -> None:
-    if words:
-        raise UserError(
-            f"{option} takes no value, but {words[0]!r} follows it", fix=f"remove {words[0]!r}"
-        )
+def _no_value(option: str, words: list[str], spec: FlagSpec | None = None) -> None:
+    if not words:
+        return
+    fix = f"remove {words[0]!r}"
+    if spec is not None and words[0].lower() in ("false", "no", "0", "off"):
+        fix = f"write {option}=false"
+    raise UserError(f"{option} takes no value, but {words[0]!r} follows it", fix=fix)
 
 
 def _wanted(option: str, words: list[str]) -> list[str]:
@@ -129,17 +151,33 @@ def _wanted(option: str, words: list[str]) -> list[str]:
 
 
 def _stray(word: str) -> UserError:
-    if word.startswith("-") and len(word) > 1 and word[1] != "-":
-        return UserError(f"{word!r} is not a flag", why="flags have two dashes and no short forms")
+    if match := _OTHER_DASHES.match(word):
+        is_flag = match[1] in spellings() or match[1] in ("help", "h")
+        flag = "help" if match[1] == "h" else match[1]
+        return UserError(
+            f"{word!r} is not a flag",
+            why="flags have two dashes (--), and no short forms",
+            fix=f"write --{flag}" if is_flag else "`slime train --help all` lists all flags",
+        )
     name, equals, value = word.partition("=")
-    meant = other_name(name) if equals else None
+    meant = other_name(name.lstrip("+~")) if equals else None
     if meant is not None:
         return UserError(
             f"{word!r} is not a flag", why="it is another system's setting", fix=meant.text
         )
     if equals and name.replace("_", "-") in spellings():
         return UserError(f"{word!r} is not a flag", fix=f"write --{name.replace('_', '-')} {value}")
-    return UserError(f"{word!r} belongs to no flag", why="it is the first word of the command line")
+    if _HYDRA.fullmatch(word):
+        return UserError(
+            f"{word!r} is not a flag",
+            why="it is another system's setting",
+            fix=f"`slime flags {name.rpartition('.')[2]}` searches the flags",
+        )
+    return UserError(
+        f"{word!r} belongs to no flag",
+        why="it is the first word of the command line",
+        fix=f"remove it, or write the flag before it: --prompt-data {word}",
+    )
 
 
 class _NoDuplicates(yaml.SafeLoader):
@@ -167,15 +205,23 @@ def read_yaml(path: str, flag: str) -> dict[str, Any]:
         data = yaml.load(Path(path).read_text(encoding="utf-8"), _NoDuplicates)
     except OSError as error:
         raise UserError(
-            f"{flag} {path}: cannot be read", why=error.strerror or str(error)
+            f"{flag} {path}: cannot be read",
+            why=error.strerror or str(error),
+            fix="check the path",
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{flag} {path}: is not valid YAML", why=str(error)) from error
+        raise UserError(
+            f"{flag} {path}: is not valid YAML",
+            why=str(error),
+            fix="write one 'name: value' per line, in UTF-8, with spaces instead of tabs",
+        ) from error
     if data is None:
         return {}
     if not isinstance(data, dict):
         raise UserError(
-            f"{flag} {path}: must be a mapping of flag names to values, not a {type(data).__name__}"
+            f"{flag} {path}: must be a mapping of flag names to values, not a "
+            f"{type(data).__name__}",
+            fix="write one 'name: value' per line, such as lr: 1e-6",
         )
     return {str(key): value for key, value in data.items()}
 

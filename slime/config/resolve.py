@@ -489,7 +489,11 @@ def derive_batch_sizes(draft: Draft) -> None:
         "num_steps_per_rollout",
     ):
         if draft[dest] is not None and draft[dest] < 1:
-            raise UserError(f"{option_of(dest)} is {draft[dest]}", why="it must be at least 1")
+            raise UserError(
+                f"{option_of(dest)} is {draft[dest]}",
+                why="it must be at least 1",
+                fix="pass 1 or more",
+            )
     draft.derive("n_samples_per_prompt", *_samples(draft))
     samples = draft["n_samples_per_prompt"]
     if draft["rollout_batch_size"] is None:

@@ -7,11 +7,14 @@ import ast
 import difflib
 import json
 import os
+import re
 from typing import Any
 
 from slime.config.flag import FlagSpec
 from slime.errors import UserError
 
+#: A path that begins with a variable: $HOME/x, ${DATA}/x
+_VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})/")
 _WORDS = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
 _KIND_NAMES = {
     "int": "a whole number",
@@ -20,6 +23,15 @@ _KIND_NAMES = {
     "json": "JSON",
     "int_or_list": "a whole number or a list of them such as ([0]*3+[1]*58)",
     "str": "text",
+}
+#: What to write instead of a value of another type.
+_HOW = {
+    "int": "write it in digits, such as 16",
+    "float": "write it with a point, such as 0.5 or 1e-6",
+    "bool": "write true or false",
+    "json": 'write {"key": value}, in single quotes on a command line',
+    "int_or_list": "write such a number or list",
+    "str": "write it in quotes",
 }
 
 
@@ -42,7 +54,10 @@ def convert(spec: FlagSpec, value: Any, where: str = "") -> Any:
         values = tuple(_convert_one(spec, item, where) for item in items)
         return values[0] if spec.scalar_or_list and len(values) == 1 else values
     if isinstance(value, (list, tuple)) and spec.kind not in ("json", "int_or_list"):
-        raise UserError(f"{where}{spec.option} takes one value, not {len(value)}: {_shown(value)}")
+        raise UserError(
+            f"{where}{spec.option} takes one value, not {len(value)}: {_shown(value)}",
+            fix="give one of them, without brackets",
+        )
     return _convert_one(spec, value, where)
 
 
@@ -83,10 +98,16 @@ def check_number(spec: FlagSpec, value: Any, where: str = "") -> None:
 def _convert_one(spec: FlagSpec, value: Any, where: str) -> Any:
     try:
         typed = _typed(spec.kind, value)
-    except (ValueError, TypeError, SyntaxError) as error:
+    except (ValueError, TypeError, SyntaxError, OverflowError) as error:
         if spec.meta.refused:
             return value  # the flag's refusal explains more than an error about the type
         raise _wrong(spec, value, where, str(error) if spec.kind == "json" else "") from error
+    if isinstance(typed, str) and _VARIABLE.match(typed):
+        raise UserError(
+            f"{where}{spec.option} begins with a variable: {_shown(typed)}",
+            why="only a shell replaces variables, and not in single quotes or in a file",
+            fix="write the path itself",
+        )
     if spec.kind == "json" and not spec.sections and not isinstance(typed, dict):
         raise _wrong(spec, value, where, 'it must be an object, {"key": value}')
     if spec.choices and typed not in spec.choices:
@@ -123,7 +144,9 @@ def _typed(kind: str, value: Any) -> Any:
         return _int_or_list(value)
     if isinstance(value, (dict, list, tuple)):
         raise ValueError
-    return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
+    text = os.fspath(value) if isinstance(value, os.PathLike) else str(value)
+    # a shell expands neither --save=~/x nor what is in a YAML file
+    return os.path.expanduser(text) if text.startswith("~/") else text
 
 
 def _int_or_list(value: Any) -> int | list[int]:
@@ -158,7 +181,9 @@ def _evaluate(node: ast.expr) -> Any:
 
 def _wrong(spec: FlagSpec, value: Any, where: str, why: str = "") -> UserError:
     return UserError(
-        f"{where}{spec.option} must be {_KIND_NAMES[spec.kind]}, not {_shown(value)}", why=why
+        f"{where}{spec.option} must be {_KIND_NAMES[spec.kind]}, not {_shown(value)}",
+        why=why,
+        fix=_HOW[spec.kind],
     )
 
 

@@ -372,11 +372,28 @@ def read_hf_config(source: HfConfig) -> dict[str, Any]:
             "*.safetensors, tokenizer), or org/name for a Hub model; no local path of that name "
             "may exist",
         ) from error
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read", why=error.strerror or str(error), fix="copy the file again"
+        ) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(
             f"{path} is not valid JSON", why=str(error), fix="copy the file again"
         ) from error
-    return dict(data)
+    if not isinstance(data, dict):
+        raise UserError(
+            f"{path} is not the config of a model",
+            why=f"it holds a {type(data).__name__}, not an object",
+            fix="copy the file again",
+        )
+    for key, value in data.items():
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            raise UserError(
+                f"{path}: {key} is the text {value!r}",
+                why="text is true wherever a yes or no is asked",
+                fix=f"write {value.lower()} without quotes",
+            )
+    return data
 
 
 def named_dtype(config: Mapping[str, Any]) -> str:

@@ -228,7 +228,14 @@ class ModelFamily:
                 family has no implemented vision tower.
         """
         config = read_hf_config(hf_config)
-        spec = replace(self.make_spec(config), family=self.name)
+        try:
+            spec = replace(self.make_spec(config), family=self.name)
+        except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError) as error:
+            raise UserError(
+                "the model's config.json has a value of the wrong type",
+                why=f"{type(error).__name__}: {error}; model_type is {config.get('model_type')!r}",
+                fix="use the config.json that belongs to the weights",
+            ) from error
         if not sees(config):
             return spec
         if self.vision is None:

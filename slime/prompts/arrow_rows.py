@@ -67,9 +67,12 @@ def load_file(file: str, suffix: str) -> Any:
         UserError: the file cannot be read.
     """
     import datasets
+    import pyarrow.parquet
 
     kind = {".parquet": "parquet", ".arrow": "arrow"}[suffix]
     with loading(file):
+        if kind == "parquet" and pyarrow.parquet.read_metadata(file).num_rows == 0:
+            raise UserError(f"'{file}' has no rows", fix="check how the file was written")
         return datasets.load_dataset(kind, data_files=file, split="train", cache_dir=cache_folder())
 
 

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,9 +124,9 @@ def render_shown(
 
 
 def left_out_roles(messages: Messages, rendered: str) -> list[str]:
-    """Roles of the messages whose words a rendering lacks; answers are not looked at.
+    """Roles of the messages some of whose words a rendering lacks; answers are not looked at.
 
-    A message is searched by its longest word, as it is and as JSON writes it.
+    A word is searched as it is and as JSON writes it.
 
     Example:
         >>> left_out_roles([{"role": "critic", "content": "too long"}], "<user>hi</user>")
@@ -134,12 +134,21 @@ def left_out_roles(messages: Messages, rendered: str) -> list[str]:
     """
     found = set()
     for message in messages:
-        content = message["content"]
-        word = max(re.findall(r"\w+", content), key=len, default="")
-        is_written = word in rendered or json.dumps(word)[1:-1] in rendered
-        if message["role"] != "assistant" and not is_written:
+        content = message["content"].strip()
+        if message["role"] == "assistant" or content in rendered:
+            continue
+        words = set(re.findall(r"\w+", content)) - set(re.findall(r"\w+", rendered))
+        if any(word not in rendered and json.dumps(word)[1:-1] not in rendered for word in words):
             found.add(str(message["role"]))
     return sorted(found)
+
+
+def left_out_tools(
+    tools: Iterable[dict[str, Any]] | None, rendered: str, form: TemplateForm
+) -> list[str]:
+    """Names of the tools that a rendering lacks; all if the template writes no tools."""
+    names = [str(tool.get("function", tool).get("name")) for tool in tools or ()]
+    return [name for name in names if not form.writes_tools or name not in rendered]
 
 
 # -- the form in which a template takes messages ---------------------------------------------------
@@ -163,6 +172,7 @@ class TemplateForm:
         thinks_inline: as ``writes_inline``, and the template knows these marks.
         knows_developer: there is a role "developer"; otherwise its messages are the system's.
         writes_names: the ``name`` of a user's message is written.
+        writes_tools: tools are written.
         varies: two renderings of the same messages differ.
         asks: ``add_generation_prompt`` has an effect.
         tail: the text that is written after the last assistant message.
@@ -180,6 +190,7 @@ class TemplateForm:
     thinks_inline: bool = False
     knows_developer: bool = False
     writes_names: bool = False
+    writes_tools: bool = False
     varies: bool = False
     asks: bool = True
     tail: str = ""
@@ -299,7 +310,8 @@ def _template_form(tokenizer: Any, source: str, kwargs_json: str) -> TemplateFor
     for form in (TemplateForm(), TemplateForm(parts=True)):
         user = form.shown(asked)
         plain = render([user, form.shown(answer)])
-        if plain is not None and _ANSWER in plain and (form.parts or "hello" in plain):
+        is_dumped = plain is not None and "'type':" in plain  # the list of parts as Python text
+        if plain and not is_dumped and _ANSWER in plain and (form.parts or "hello" in plain):
             break
     else:
         form = TemplateForm()
@@ -325,6 +337,10 @@ def _template_form(tokenizer: Any, source: str, kwargs_json: str) -> TemplateFor
         ),
         thinking_parts=_writes_thought(dataclasses.replace(form, thinking_parts=True), None, probe),
         writes_names=_NAME in (render([user | {"name": _NAME}]) or ""),
+        writes_tools=any(
+            _NAME in (render([*system, user], ask=True, tools=_PROBE_TOOLS) or "")
+            for system in ([], [form.shown({"role": "system", "content": "hello"})])
+        ),
         varies=len({render([user, form.shown(answer)] * 4) for _ in range(4)}) > 1,
         writes_inline=writes_inline,
         thinks_inline=writes_inline and "</think>" in source,

@@ -21,7 +21,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,17 @@ _REASONING_PARTS = ("thinking", "reasoning", "reasoning_text")
 _MEDIA = ("image", "audio", "video", "file", "document", "pdf")
 _ITEMS = ("function_call", "function_call_output", "reasoning", "message")
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
+#: Keys under which other systems keep the words of a message.
+_FOREIGN_WORDS = ("text", "message", "utterance", "body", "response", "completion", "refusal")
+#: Keys of an item or a part that are read, or that only concern the server that wrote it.
+_PART_KEYS = frozenset(
+    {
+        *("type", "text", "refusal", "thinking", "reasoning", "reasoning_text", "thought"),
+        *("id", "call_id", "tool_use_id", "name", "content", "output", "status", "role"),
+        *("arguments", "parameters", "input", "args", "signature", "cache_control"),
+        *("image", "image_url", "source", "url", "path", "base64", "bytes", "data", "detail"),
+    }
+)
 #: Keys of a call that hold its arguments; "args" is LangChain's.
 _ARGUMENTS = ("arguments", "parameters", "input", "args")
 #: Parts of content that are images.
@@ -256,7 +267,8 @@ def read_messages(
         tools: as `read_tools` returns them: their schemas say where null is a value.
         drops_nulls: keys of calls' arguments (given as objects, not as JSON text) that are null are
             absent, unless the tool's schema allows null there. Columnar files fill each record up
-            to the union of all keys.
+            to the union of all keys. For rows of data, where words under the key of another system
+            and a key twice in a call's arguments are refused too.
         images: collects images; None: they are refused.
     Raises:
         ConversationError: a message cannot be understood, or has images or other media; names the
@@ -346,7 +358,12 @@ class _MessageReader:
         if is_item:
             given.pop("type")
         elif isinstance(kind, str) and "role" not in given and "from" not in given:
-            raise ConversationError(f"an item of the type {kind!r}, which is not supported", where)
+            raise ConversationError(
+                f"an item of the type {kind!r}, which is not supported",
+                where,
+                f"its keys are: {', '.join(map(str, given))}",
+                "write it as a message, {'role': …, 'content': …}, or remove these rows",
+            )
         self._add_message(given, where)
 
     def _add_item(self, item: dict[str, Any], where: str) -> None:
@@ -401,6 +418,8 @@ class _MessageReader:
         for key in ("tool_call_id", "name"):
             if given.get(key) not in _NOTHING:
                 said[key] = given[key]
+        if self._drops_nulls and wire is None and not calls and not reasoning:
+            _check_words(given, where)
         loss = reading_loss_keys(given, where)
         if role == "assistant" and loss == 0:
             said["step_loss_mask"] = 0
@@ -531,7 +550,11 @@ class _MessageReader:
             keys = ", ".join(map(str, given)) or "none"
             shown = f"of the type {kind!r}" if kind else "without a type"
             raise ConversationError(
-                f"a part {shown}: only text is taken here", where, f"its keys are: {keys}"
+                f"a part {shown}: only text is taken here",
+                where,
+                f"its keys are: {keys}",
+                "write text as {'type': 'text', 'text': …}, and calls under 'tool_calls' of the "
+                "message",
             )
 
     def _text(self, text: str) -> str:
@@ -581,7 +604,8 @@ class _MessageReader:
             )
         if isinstance(arguments, str):
             kind = "arguments of a call that are not valid JSON"
-            arguments = _json(arguments, kind, where) if arguments.strip() else {}
+            once = _each_key_once if self._drops_nulls else None
+            arguments = _json(arguments, kind, where, once) if arguments.strip() else {}
         elif self._drops_nulls:
             arguments = without_nulls(arguments, self._schemas.get(name, {}))
         if fault := _not_of_json(arguments):
@@ -601,6 +625,22 @@ class _MessageReader:
         given_id = call.get("id")
         read: dict[str, Any] = {} if given_id in _NOTHING else {"id": given_id}
         return read | {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
+def _check_words(given: Mapping[str, Any], where: str) -> None:
+    """Check a message without content.
+
+    Raises:
+        ConversationError: its words are under the key of another system.
+    """
+    key = next((key for key in _FOREIGN_WORDS if isinstance(given.get(key), str)), None)
+    if key is not None and given[key].strip():
+        raise ConversationError(
+            "a message whose words are under another key",
+            where,
+            f"under '{key}': {given[key][:80]!r}",
+            "write them under 'content'",
+        )
 
 
 @dataclass
@@ -672,9 +712,19 @@ def _decoded(value: Any, where: str) -> Any:
     return _json(value, "calls or tools as text that is not valid JSON", where)
 
 
-def _json(text: str, kind: str, where: str) -> Any:
+def _json(
+    text: str,
+    kind: str,
+    where: str,
+    pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
+) -> Any:
     try:
-        found = json.loads(text, parse_constant=_not_json, parse_float=_finite)
+        found = json.loads(
+            text,
+            parse_constant=_not_json,
+            parse_float=_finite,
+            object_pairs_hook=pairs_hook,
+        )
         if "\\ud" in text.lower():
             json.dumps(found, ensure_ascii=False).encode()  # half a character cannot be written
         return found
@@ -700,6 +750,15 @@ def _not_of_json(value: Any) -> str:
 def _finite(text: str) -> float:
     number = float(text)
     return number if math.isfinite(number) else _not_json(text)
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        again = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key '{again}' twice in one object")
+    return found
 
 
 def _not_json(word: str) -> Any:
@@ -872,6 +931,75 @@ def unread_keys(messages: Messages, template: str | None, *, writes_names: bool 
     return found | {
         key for key in others if not (template and re.search(rf"\b{re.escape(key)}\b", template))
     }
+
+
+def unread_part_keys(wire: Iterable[Any]) -> set[str]:
+    """Keys in parts of content and in items of Responses that are not read.
+
+    Args:
+        wire: messages in their wire form, which `read_messages` takes.
+    """
+    found = set()
+    for message in wire:
+        if message.get("type") == "reasoning" and "role" not in message:
+            found |= {f"{key} (of an item of reasoning)" for key in _unread(message)}
+        content = message.get("content")
+        for part in content if isinstance(content, list | tuple) else []:
+            if not isinstance(part, Mapping):
+                continue
+            kind = part.get("type", "text")
+            if kind == "redacted_thinking":
+                found.add("data (of a part of redacted_thinking)")
+            found |= {f"{key} (of a part of {kind})" for key in _unread(part)}
+    return found
+
+
+def _unread(part: Mapping[str, Any]) -> list[str]:
+    given = (key for key, value in part.items() if value not in _NOTHING and value is not False)
+    return [str(key) for key in given if key not in _PART_KEYS]
+
+
+def empty_roles(messages: Messages) -> list[str]:
+    """Roles of messages that say nothing: neither text nor reasoning nor calls.
+
+    Tools may return nothing.
+    """
+    return sorted(
+        {
+            str(message["role"])
+            for message in messages
+            if message["role"] != "tool"
+            and not message["content"].strip()
+            and not message.get("tool_calls")
+            and not str(message.get("reasoning_content", "")).strip()
+        }
+    )
+
+
+def misplaced_result(messages: Messages) -> str:
+    """Say which result of a tool does not follow its call; "" if all do.
+
+    Many chat templates write no ids, so that the place of a result says which call it answers.
+    Messages without ids are not looked at.
+    """
+    calls: list[Any] = []
+    for number, message in enumerate(messages):
+        if message.get("tool_calls"):
+            calls = [call.get("id") for call in message["tool_calls"]]
+        elif message["role"] != "tool":
+            calls = []
+        given = message.get("tool_call_id")
+        if message["role"] != "tool" or given is None:
+            continue
+        if given not in calls:
+            is_known = not calls or None not in calls
+            if is_known:
+                return f"message {number} answers {given!r}, and no call before it has this id"
+        elif calls.index(given):
+            return f"message {number} answers {given!r} before {calls[0]!r}, which was called first"
+        else:
+            calls.pop(0)
+    return ""
 
 
 @dataclass

@@ -28,7 +28,8 @@ from slime.processes.owner import follow_parent
 from slime.prompts.chat_template import carries_template, template_markers, template_source
 from slime.prompts.conversation import Messages, UnreadKeys
 from slime.prompts.dataset_folders import TRAINING
-from slime.prompts.problems import Problems, RowProblem
+from slime.prompts.labels import compares_labels
+from slime.prompts.problems import NEVER, Problems, RowProblem
 from slime.prompts.readers import Row, Rows, open_rows, split_slice
 from slime.prompts.row_format import Prompt, RowFormat, inputs_of, read_prompt
 from slime.prompts.tokenizer import with_opening
@@ -48,6 +49,8 @@ SAMPLED_ROWS = 2_000
 _SLOW_CHECK = 20.0
 #: Upper bound of the tokens that a tokenizer adds to a text.
 _ADDED = 64
+#: Most prompts that are compared with those of later rows.
+_MOST_SEEN = 200_000
 #: Number of rows whose tokens are compared to detect another tokenizer.
 _ROWS_COMPARED = 32
 
@@ -72,6 +75,7 @@ class Scan:
         templated, first_templated: how many prompts already carry the chat template, and where the
             first is.
         unread: columns of rows, and keys of their messages, that nothing reads.
+        seen: digest of each prompt → digest of its label, and where the first row with it is.
     """
 
     looked_at: int = 0
@@ -84,6 +88,22 @@ class Scan:
     first_templated: str = ""
     problems: Problems = field(default_factory=Problems)
     unread: UnreadKeys = field(default_factory=UnreadKeys)
+    seen: dict[int, tuple[int, str]] = field(default_factory=dict)
+
+    def see(self, prompt: int, label: int, where: str) -> None:
+        """Count a row that has the prompt of an earlier one and another label."""
+        if prompt not in self.seen and len(self.seen) >= _MOST_SEEN:
+            return
+        first_label, first = self.seen.setdefault(prompt, (label, where))
+        if first_label == label:
+            return
+        problem = RowProblem(
+            "have the prompt of an earlier row and another label",
+            f"the first has the prompt of {first}",
+            "keep the right one: the same answer is rewarded in one row and not in the other",
+            refuse_at=NEVER,
+        )
+        self.problems.add(where, problem)
 
     def merge(self, other: Scan) -> None:
         self.looked_at += other.looked_at
@@ -97,6 +117,8 @@ class Scan:
         self.templated += other.templated
         self.problems.merge(other.problems)
         self.unread.merge(other.unread)
+        for prompt, (label, where) in other.seen.items():
+            self.see(prompt, label, where)
 
     def error(self, path: str, checker: Checker, *, has_more: bool = False) -> UserError | None:
         """Return why a run cannot use the rows, or None.
@@ -188,13 +210,16 @@ class Checker:
             prompts.append((position, prompt))
         read = [prompt for _, prompt in prompts]
         judged = self.judge(read) if self.judge is not None else [[] for _ in read]
-        for (position, _), length, problems in zip(
+        for (position, prompt), length, problems in zip(
             prompts, self.lengths(read), judged, strict=True
         ):
             for one in problems:
                 found.problems.add(rows.where(position), one)
             if any(one.refuse_at == 0.0 for one in problems):
                 continue
+            if self.compares_labels and not prompt.images:
+                asked = (prompt.text, prompt.tokens, prompt.metadata)
+                found.see(_digest_of(asked), _digest_of(prompt.label), rows.where(position))
             if self.fits(length):
                 found.kept.append(position)
             else:
@@ -202,6 +227,13 @@ class Checker:
                 found.first_too_long = found.first_too_long or rows.where(position)
                 found.shortest = length if found.shortest is None else min(found.shortest, length)
                 found.longest = max(found.longest, length)
+
+    @property
+    def compares_labels(self) -> bool:
+        """Whether a built-in reward compares answers with the labels."""
+        form = self.form
+        rm_type = form.rm_type_of_all or form.rm_type
+        return compares_labels(rm_type) and not (form.own_reward or form.raw or form.preference)
 
     def unread_arguments(self) -> list[str]:
         """Warnings about arguments that the chat template does not read, so that they have no
@@ -380,6 +412,10 @@ def _stamp(path: str) -> tuple[Any, ...]:
     files = sorted(root.rglob("*")) if root.is_dir() else [root]
     known = [(str(file), file.stat()) for file in files if file.is_file()]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in known)
+
+
+def _digest_of(value: Any) -> int:
+    return xxhash.xxh3_64_intdigest(repr(value).encode("utf-8", "replace"))
 
 
 def _digest(rows: Rows, checker: Checker) -> str:

@@ -4,6 +4,7 @@ place."""
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -69,8 +70,9 @@ def missing_key(key: str, flag: str, row_keys: Iterable[str]) -> RowProblem:
     there = [name for name in usual if name in keys]
     fix = f"pass {flag} with an existing column, or leave it out if there is none"
     if near := difflib.get_close_matches(key, keys, n=1, cutoff=0.5) or there:
-        fix = f"pass {flag} {near[0]}"
-    return RowProblem(f"have no key '{key}'", f"its keys are: {', '.join(keys) or 'none'}", fix)
+        fix = f"pass {flag} {shlex.quote(near[0])}"
+    shown = ", ".join(name if name == name.strip() and name else repr(name) for name in keys)
+    return RowProblem(f"have no key '{key}'", f"its keys are: {shown or 'none'}", fix)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from slime.prompts.chat_template import (
     OWN_ARGUMENTS,
     TemplateRefuses,
     left_out_roles,
+    left_out_tools,
     render_prompt,
     template_form,
     template_source,
@@ -23,10 +24,13 @@ from slime.prompts.conversation import (
     ImageParts,
     Messages,
     conversation_in,
+    empty_roles,
     foreign_roles,
+    misplaced_result,
     read_messages,
     read_tools,
     unread_keys,
+    unread_part_keys,
 )
 from slime.prompts.images import (
     ImagePrompts,
@@ -226,6 +230,12 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
     if tools:
         metadata["tools"] = tools
     if is_tokens:
+        if tokenizer is not None and not 0 <= max(value) < len(tokenizer):
+            raise RowProblem(
+                "have token ids that the tokenizer lacks",
+                f"found {max(value)}, and its ids end at {len(tokenizer) - 1}",
+                "tokenise the prompts with the tokenizer of --hf-checkpoint",
+            )
         try:
             text = tokenizer.decode(value) if tokenizer is not None else ""
         except OverflowError as error:
@@ -236,13 +246,14 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
         prompt = parts.text(prompt)
         if not form.apply_chat_template:
             prompt = _surrounded(prompt, form, parts)
-    keys: Iterable[str] = ()
+    keys: set[str] = set()
     if messages:
         source = template_source(tokenizer)
         writes_names = not source or template_form(tokenizer, **form.template_kwargs).writes_names
         keys = unread_keys(messages, source, writes_names=writes_names)
+        keys |= unread_part_keys(conversation[0] if conversation else [])
     rendered = prompt
-    remarks = [*_foreign(messages or []), *_unread_parts(row, columns, prompt, form)]
+    remarks = [*_odd_messages(messages or []), *_unread_parts(row, columns, prompt, form)]
     if form.raw and isinstance(prompt, str) and isinstance(label, str):
         remarks += _repeated(prompt, [label])
     if form.apply_chat_template and not form.raw:
@@ -250,48 +261,84 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
             rendered = render_prompt(tokenizer, prompt, tools=tools or None, **form.template_kwargs)
         except TemplateRefuses as error:
             raise RowProblem("are refused by the chat template", error.why, error.fix) from error
-        remarks += left_out(left_out_roles(messages or [], str(rendered)))
+        text = str(rendered)
+        shown_form = template_form(tokenizer, **form.template_kwargs)
+        unwritten = left_out_tools(tools, text, shown_form)
+        remarks += left_out(left_out_roles(messages or [], text), unwritten)
         remarks += _answered(messages or [])
     found = Prompt(rendered, [], label, metadata, prompt, columns, tuple(sorted(keys)))
     found.remarks = remarks
     return _with_images(found, row, form, parts)
 
 
-def left_out(roles: list[str]) -> list[RowProblem]:
-    """A warning about messages that the chat template leaves out.
+def left_out(roles: list[str], tools: list[str]) -> list[RowProblem]:
+    """Warnings about messages and tools that the chat template leaves out.
 
     Args:
         roles: those of the messages.
+        tools: names.
     """
-    if not roles:
-        return []
-    return [
-        RowProblem(
-            "have messages that the chat template leaves out",
-            f"the first: of the role {', '.join(map(repr, roles))}",
-            "give them a role that the template writes at their place, or remove them",
-            refuse_at=NEVER,
+    found = []
+    if roles:
+        found.append(
+            RowProblem(
+                "have messages that the chat template leaves out",
+                f"the first: of the role {', '.join(map(repr, roles))}",
+                "give them a role that the template writes at their place, or remove them",
+                refuse_at=NEVER,
+            )
         )
-    ]
+    if tools:
+        found.append(
+            RowProblem(
+                "have tools that the chat template leaves out",
+                f"the first: {', '.join(map(repr, tools))}",
+                "describe them in a system message, or use a template that writes tools",
+                refuse_at=NEVER,
+            )
+        )
+    return found
 
 
-def _foreign(messages: Messages) -> list[RowProblem]:
-    roles = foreign_roles(messages)
-    if not roles:
-        return []
-    return [
-        RowProblem(
-            "have messages of a role that is none of system, user, assistant and tool",
-            f"the first: {', '.join(map(repr, roles))}; the chat template is given it as it is",
-            "name the roles as the model's chat template does",
-            refuse_at=NEVER,
+def _odd_messages(messages: Messages) -> list[RowProblem]:
+    """Remark on messages that can be rendered and may not be what was meant."""
+    found = []
+    if roles := foreign_roles(messages):
+        found.append(
+            RowProblem(
+                "have messages of a role that is none of system, user, assistant and tool",
+                f"the first: {', '.join(map(repr, roles))}; the chat template is given it as it is",
+                "name the roles as the model's chat template does",
+                refuse_at=NEVER,
+            )
         )
-    ]
+    if roles := empty_roles(messages):
+        found.append(
+            RowProblem(
+                "have messages that say nothing, which become empty turns",
+                f"the first: of the role {', '.join(map(repr, roles))}",
+                "write their text under 'content', or remove them",
+                refuse_at=NEVER,
+            )
+        )
+    if result := misplaced_result(messages):
+        found.append(
+            RowProblem(
+                "have results of tools that do not follow their calls in order",
+                f"the first: {result}",
+                "put each result behind its call, in the order of the calls: many chat templates "
+                "write no ids",
+                refuse_at=NEVER,
+            )
+        )
+    return found
 
 
 #: Columns that hold a part of the prompt in some data sets, and the --input-key beside which they
 #: do; None: any.
 _PROMPT_COLUMNS = {"system": None, "system_prompt": None, "input": "instruction"}
+#: Columns that hold what belongs to a prompt that is more than text.
+_MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 #: Characters; an answer may begin with a shorter prompt by chance.
 _LEAST_REPEATED = 16
 
@@ -304,9 +351,19 @@ def _unread_parts(
     Args:
         unread: the columns that nothing reads.
     """
+    media = [
+        RowProblem(
+            f"have something in the column '{name}', which nothing reads",
+            "the prompt is given to the model without it",
+            "name the column of images with --multimodal-keys, or remove these rows",
+            refuse_at=NEVER,
+        )
+        for name in unread
+        if name in _MEDIA_COLUMNS and row[name] not in ("", [], {})
+    ]
     if isinstance(prompt, list) and prompt[0]["role"] in ("system", "developer"):
-        return []
-    return [
+        return media
+    return media + [
         RowProblem(
             f"have a part of the prompt in the column '{name}', which nothing reads",
             f"the first: {row[name][:80]!r}",
@@ -497,7 +554,7 @@ def _read_preference(
     if isinstance(prompt, str):
         remarks += _repeated(prompt, list(answers.values()))
     else:
-        remarks += _foreign(prompt)
+        remarks += _odd_messages(prompt)
     found = Prompt(prompt, [], answers | label, metadata, prompt, unread, remarks=remarks)
     given_parts = {name: one for name, one in parts.items() if one is not None}
     if form.images is not None and given_parts:

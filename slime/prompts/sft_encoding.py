@@ -29,13 +29,14 @@ from slime.prompts.chat_template import (
     TemplateForm,
     TemplateRefuses,
     left_out_roles,
+    left_out_tools,
     reasoning_of,
     render_shown,
     special_tokens,
     template_form,
     template_source,
 )
-from slime.prompts.conversation import Messages, read_messages
+from slime.prompts.conversation import Messages, conversation_in, read_messages
 from slime.prompts.tokenizer import with_opening
 
 logger = get_logger(__name__)
@@ -84,6 +85,7 @@ class Encoded:
         reasoning_fix: what may make the template write reasoning.
         unread_label: there is a label, and the conversation is trained without it.
         left_out_roles: roles of messages that the template leaves out of the prompts.
+        left_out_tools: names of tools that it leaves out.
     """
 
     sequences: list[TrainedSequence] = field(default_factory=list)
@@ -94,6 +96,7 @@ class Encoded:
     reasoning_fix: str = ""
     unread_label: bool = False
     left_out_roles: list[str] = field(default_factory=list)
+    left_out_tools: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -204,6 +207,8 @@ class SftEncoding:
         tokens: list[int] | None,
         tools: list[dict[str, Any]] | None,
     ) -> Encoded:
+        if isinstance(prompt, str) and prompt and conversation_in(label, "label"):
+            prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, list):
             given = read_messages(prompt, tools=tools)
             messages = with_answer(given, label)
@@ -289,9 +294,9 @@ class SftEncoding:
                 why="each of them is empty, or marked as not trained",
                 fix="give each conversation an answer, or remove the row",
             )
-        found.left_out_roles = left_out_roles(
-            messages[: sequences[-1].number], "".join(sequence.text for sequence in sequences)
-        )
+        text = "".join(sequence.text for sequence in sequences)
+        found.left_out_roles = left_out_roles(messages[: sequences[-1].number], text)
+        found.left_out_tools = left_out_tools(renderer.tools, text, self._form)
         found.sequences = [self._tokens(sequence, renderer, found) for sequence in sequences]
         if _GENERATION_TAG.search(self._source) and len(sequences) == 1:
             untrained = any(message.get("step_loss_mask", 1) == 0 for message in messages)
@@ -526,9 +531,14 @@ class SftEncoding:
 
 
 def with_answer(messages: Messages, label: Any) -> Messages:
-    """A conversation with its label as the answer, unless it ends with one."""
+    """A conversation with its label as the answer, unless it ends with one. A label may be text, or
+    messages of an answer in any wire form."""
     is_answered = bool(messages) and messages[-1]["role"] == "assistant"
-    if is_answered or not isinstance(label, str) or not label:
+    if is_answered or not label:
+        return messages
+    if answer := conversation_in(label, "label"):
+        return [*messages, *read_messages(answer[0], where="label", drops_nulls=True)]
+    if not isinstance(label, str):
         return messages
     return [*messages, {"role": "assistant", "content": label}]
 

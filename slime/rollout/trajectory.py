@@ -26,7 +26,7 @@ from typing import Any, TypeGuard, TypeVar
 
 from slime.engines.api import EngineError
 from slime.engines.client import RequestRefused
-from slime.errors import UserError
+from slime.errors import UserError, name_and_text
 from slime.log import get_logger
 from slime.observe.trace import Span, span
 from slime.rollout.generate import (
@@ -771,7 +771,7 @@ def _failure_text(trajectory: Trajectory, error: Exception) -> str:
     # a failed reward function has added notes that say where
     notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
     lines = notes or (f"\n  {frames}" if frames else "")
-    return f"while {trajectory.doing}: {type(error).__name__}: {error}{lines}"
+    return f"while {trajectory.doing}: {name_and_text(error)}{lines}"
 
 
 # -- failed groups ---------------------------------------------------------------------------------
@@ -782,7 +782,7 @@ def why_failed(run: GroupRun) -> str:
     for trajectory in run.trajectories:
         if trajectory.failure is not None:
             error = trajectory.failure
-            reason = f"{type(error).__name__}: {error}"
+            reason = name_and_text(error)
             if isinstance(error, UserError):
                 reason = f"{error.what} ({error.why})" if error.why else error.what
             return f"sample {trajectory.prompt.index} while {trajectory.doing}: {reason}"

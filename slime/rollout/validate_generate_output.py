@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from slime.errors import UserError
+from slime.errors import UserError, name_and_text
 from slime.log import get_logger, tell
 from slime.prompts.tokenizer import opening_tokens
 from slime.rollout.generate import GenerateState, prompt_token_ids
@@ -104,9 +104,7 @@ def _completed(sample: Sample, tokenizer: Any, drawn: list[int], origin: str) ->
         ) from error
     except Exception as error:  # the tokenizer or the chat template may raise anything
         what = f"{origin} returned a sample (index {sample.index}) whose text cannot be tokenised"
-        raise UserError(
-            what, why=f"{type(error).__name__}: {error}", fix="return tokens as well"
-        ) from error
+        raise UserError(what, why=name_and_text(error), fix="return tokens as well") from error
 
 
 def complete_tokens(sample: Sample, tokenizer: Any, drawn: list[int]) -> bool:

@@ -433,7 +433,7 @@ def _remarks(encoded: Encoded) -> Iterator[RowProblem]:
             "hold special tokens of the tokenizer in their words, which are read as control tokens"
         )
         yield RowProblem(kind, fix="remove them if they are meant as text", refuse_at=NEVER)
-    yield from left_out(encoded.left_out_roles)
+    yield from left_out(encoded.left_out_roles, encoded.left_out_tools)
     if encoded.unended is not None:
         kind = "do not teach the model to end its answers"
         yield RowProblem(kind, encoded.unended.what, encoded.unended.fix, refuse_at=NEVER)

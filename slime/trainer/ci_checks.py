@@ -15,7 +15,7 @@ import torch
 
 from slime import paths as path_patterns
 from slime.config.config import Config
-from slime.errors import UserError
+from slime.errors import UserError, name_and_text
 from slime.files import replacing
 
 _ZERO = 1e-8
@@ -127,7 +127,7 @@ def check_grad_norms(
         except (OSError, RuntimeError, ValueError, TypeError, EOFError) as error:
             raise UserError(
                 f"--ci-load-grad-norm {path} cannot be read",
-                why=f"{type(error).__name__}: {error}",
+                why=name_and_text(error),
                 fix="write it with --ci-save-grad-norm first",
             ) from error
         if not math.isclose(norm, expected, rel_tol=_NORM, abs_tol=_NORM):

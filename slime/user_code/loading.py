@@ -29,7 +29,7 @@ import orjson
 import xxhash
 
 from slime.documentation import doc_url
-from slime.errors import UserError
+from slime.errors import UserError, name_and_text
 from slime.files import write_atomically
 from slime.user_code import calls as user_calls
 from slime.user_code.calls import run_in_thread, run_isolated, running
@@ -58,7 +58,7 @@ def save_function(function: Any, file: Path) -> str:
     except Exception as error:  # the objects that it refers to may raise anything
         raise UserError(
             f"{shown} cannot be handed to another process",
-            why=f"{type(error).__name__}: {error}",
+            why=name_and_text(error),
             fix="let it open files and connections itself, or put it into a module",
         ) from error
     write_atomically(file, content)
@@ -96,7 +96,13 @@ def load_function(path: str) -> Any:
             else importlib.import_module(module_path)
         )
     except (Exception, SystemExit) as error:  # user code may raise anything on import
-        raise _import_error(path, module_path, error) from error
+        outer, _, leaf = module_path.rpartition(".")
+        found_outer = sys.modules.get(outer)
+        is_missing = getattr(error, "name", None) == module_path
+        if not is_missing or found_outer is None or not hasattr(found_outer, leaf):
+            raise _import_error(path, module_path, error) from error
+        target = found_outer
+        name = f"{leaf}.{name}"  # a method: module.Class.method
     for part in name.split("."):
         found = (
             vars(target).get(part, _MISSING)
@@ -197,7 +203,7 @@ def _saved_function(path: str, file: Path) -> Any:
     except Exception as error:  # its imports may raise anything
         raise UserError(
             f"the function {path} cannot be loaded",
-            why=f"{type(error).__name__}: {error}",
+            why=name_and_text(error),
             fix="start the run again",
         ) from error
 
@@ -246,7 +252,7 @@ def _import_error(path: str, module_path: str, error: BaseException) -> UserErro
     )
     return UserError(
         f"'{path}' cannot be loaded: importing {module_path} failed",
-        why=f"{type(error).__name__}: {error}{where}",
+        why=f"{name_and_text(error)}{where}",
         fix=f"mend the module; {command} shows the same error",
     )
 
@@ -498,7 +504,7 @@ def failures_of(what: str) -> Iterator[None]:
                 error.add_note(frames)
             raise
         failure = FunctionFailed(
-            f"{what} failed", why=f"{type(error).__name__}: {error}", fix=where_to_mend(error)
+            f"{what} failed", why=name_and_text(error), fix=where_to_mend(error)
         )
         raise with_user_frames(failure, error) from error
 

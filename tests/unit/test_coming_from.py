@@ -53,6 +53,22 @@ def test_a_name_of_another_system_is_answered_from_the_table(
 
 
 @pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "slime flags lr"),
+        ("+trainer.n_gpus_per_node=8", "--actor-num-gpus-per-node"),
+        ("grpo.num_prompts_per_step=32", "--rollout-batch-size"),
+        ("loss_fn.unheard_of=1", "slime flags unheard_of"),
+    ],
+)
+def test_settings_of_hydra_behind_a_flag_are_no_values_of_it(word: str, told: str) -> None:
+    errors: list[UserError] = []
+    given = read_argv(["--rm-type", "math", word, "--lr", "1"], errors)
+    assert [error.what for error in errors] == [f"{word!r} is not a flag"]
+    assert told in errors[0].fix and given.values["rm_type"] == "math" and "lr" in given.values
+
+
+@pytest.mark.parametrize(
     ("asked", "told"),
     [
         ("--temperature", "--rollout-temperature"),

@@ -9,6 +9,7 @@ import pytest
 from slime.config import make_config, parse_args
 from slime.config.draft import UserFlags
 from slime.config.flags import all_flags, own_flags, spellings
+from slime.config.make import judge_args
 from slime.config.parse import read_argv, read_config_file, read_custom_config
 from slime.errors import UserError
 
@@ -323,3 +324,59 @@ def test_every_spelling_leads_somewhere() -> None:
 
 def test_read_argv_of_nothing() -> None:
     assert read_argv([]) == UserFlags()
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["--lr", "abc"], "such as 0.5 or 1e-6"),
+        (["--seed", "1e3"], "in digits"),
+        (["--colocate", "False"], "--colocate=false"),
+        (["--colocate=maybe"], "true or false"),
+        (["--rm-type", "math", "-lr", "1"], "write --lr"),
+        (["--rm-type", "math", "\u2014lr", "1"], "write --lr"),
+        (["-h"], "write --help"),
+        (["--LR", "1"], "write --lr"),
+        (["--save", "$HOME/x"], "write the path itself"),
+        (["--save=${DATA}/x"], "write the path itself"),
+        (["--lr=1", "2"], "remove '2'"),
+        (["--train-env-vars", "A=1"], "single quotes"),
+        (["train"], "remove it"),
+    ],
+)
+def test_every_refusal_says_what_to_do(words: list[str], fix: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_argv(words)
+    assert fix in caught.value.fix
+
+
+@pytest.mark.parametrize("text", ["- lr", "lr 1", "lr: 1\nlr: 2", "\tlr: 1", "lr: [1]", "lr: x"])
+def test_a_yaml_file_that_cannot_be_read_says_what_to_do(text: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(UserError) as caught:
+        read_config_file(str(tmp_path / "run.yaml"))
+    assert caught.value.fix
+
+
+def test_a_number_that_no_float_holds_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("lr: 1" + "0" * 400)
+    with pytest.raises(UserError, match="--lr must be a number"):
+        read_config_file(str(tmp_path / "run.yaml"))
+
+
+def test_the_home_folder_is_found_where_no_shell_replaces_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run.yaml").write_text("output_dir: ~/runs\nsave: a~/b")
+    given = read_config_file(str(tmp_path / "run.yaml")).values
+    assert given == {"output_dir": f"{tmp_path}/runs", "save": "a~/b"}
+    assert values("--save=~/x", "--rollout-stop", "~") == {
+        "save": f"{tmp_path}/x",
+        "rollout_stop": ("~",),
+    }
+
+
+def test_a_flag_out_of_range_is_not_also_missing() -> None:
+    _, errors = judge_args([*BASE[:2], *BASE[4:], "--num-rollout", "-3"])
+    assert [error.what for error in errors] == ["--num-rollout is -3"]

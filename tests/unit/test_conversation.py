@@ -474,3 +474,95 @@ def test_values_of_columnar_files_that_json_has_no_form_for_are_refused(value: A
     call = {"function": {"name": "f", "arguments": {"a": [{"b": value}]}}}
     with pytest.raises(ConversationError, match="arguments of a call that JSON cannot write"):
         read_messages([{"role": "assistant", "tool_calls": [call]}])
+
+
+# -- what looks right and says nothing -------------------------------------------------------------
+
+
+def remarks_of(messages: list[dict[str, Any]]) -> list[str]:
+    prompt = read_prompt({"input": messages}, RowFormat(raw=True), make_tokenizer())
+    return [f"{one.kind}; {one.detail}" for one in prompt.remarks]
+
+
+@pytest.mark.parametrize("key", ["text", "message", "refusal"])
+def test_words_under_the_key_of_another_system_are_refused(key: str) -> None:
+    with pytest.raises(ConversationError, match=f"words are under another key.*\n.*'{key}'"):
+        read_messages(
+            [USER, {"role": "assistant", "content": None, key: "words"}], drops_nulls=True
+        )
+
+
+@pytest.mark.parametrize("message", [{"role": "user"}, {"role": "assistant", "content": " \n"}])
+def test_messages_that_say_nothing_are_told(message: dict[str, Any]) -> None:
+    (told,) = remarks_of([USER, message, {"role": "assistant", "content": "a"}])
+    assert "say nothing" in told and repr(message["role"]) in told
+    assert remarks_of([USER, CALLS, {"role": "tool", "content": ""}]) == []
+
+
+def call(*ids: str) -> dict[str, Any]:
+    calls = [{"id": one, "function": {"name": "f", "arguments": {}}} for one in ids]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def result(call_id: str | None) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": "r"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([call("a", "b"), result("b"), result("a")], "'b' before 'a'"),
+        ([call("a"), result("z")], "no call before it has this id"),
+        ([call("a"), result("a"), result("a")], "no call before it has this id"),
+        ([result("a")], "no call before it has this id"),
+        ([call("a", "b"), result("a"), result("b"), call("a"), result("a")], ""),
+        ([call("a", "b"), result("a")], ""),
+        ([call("a"), result(None)], ""),
+        ([{**CALLS}, result("a")], ""),
+    ],
+)
+def test_results_that_do_not_follow_their_calls_are_told(
+    messages: list[dict[str, Any]], said: str
+) -> None:
+    told = remarks_of([USER, *messages])
+    assert said in told[0] if said else told == []
+
+
+def test_a_key_twice_in_arguments_is_refused() -> None:
+    given = {"name": "f", "arguments": '{"x": 1, "x": 2}'}
+    with pytest.raises(ConversationError, match="the key 'x' twice"):
+        read_messages([USER, {"role": "assistant", "tool_calls": [given]}], drops_nulls=True)
+    told = read_messages([USER, {"role": "assistant", "tool_calls": [given]}])  # of a client
+    assert told[1]["tool_calls"][0]["function"]["arguments"] == {"x": 2}
+
+
+def test_keys_of_parts_and_items_that_nothing_reads_are_told() -> None:
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "bad", "is_error": True}
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "T"}]}
+    hidden = {"type": "redacted_thinking", "data": "x"}
+    said = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "citations": []}
+    messages = [
+        USER,
+        {"role": "user", "content": [result]},
+        thought,
+        {"role": "assistant", "content": [hidden, said]},
+    ]
+    prompt = read_prompt({"input": messages}, RowFormat(raw=True), make_tokenizer())
+    assert prompt.unread_keys == (
+        "data (of a part of redacted_thinking)",
+        "is_error (of a part of tool_result)",
+        "summary (of an item of reasoning)",
+    )
+
+
+def test_what_belongs_to_a_prompt_in_a_column_of_media_is_told() -> None:
+    row = {"input": [USER], "images": ["a.png"], "video": None, "audio": ""}
+    prompt = read_prompt(row, RowFormat(raw=True), make_tokenizer())
+    assert [one.kind for one in prompt.remarks] == [
+        "have something in the column 'images', which nothing reads"
+    ]
+
+
+def test_tokens_that_the_tokenizer_lacks_are_refused() -> None:
+    with pytest.raises(RowProblem, match="token ids that the tokenizer lacks"):
+        read_prompt({"input": [1, 10**6]}, RowFormat(), make_tokenizer())

@@ -306,3 +306,67 @@ def test_a_secret_is_hidden_whatever_word_is_before_its_name(text: str) -> None:
 )
 def test_words_about_secrets_stay(text: str) -> None:
     assert redact_text(text) == text
+
+
+# -- names and shapes of other systems -------------------------------------------------------------
+
+#: Not the value of any other test, and with letters and digits as passwords have them.
+_VALUE = "s3cr3tV4lue9xQzT7"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("userpw", "root_pw", "jwt", "webhook", "slack_webhook_url", "GITHUB_PAT", "hf_tok"),
+        *("api_token_v2", "api_key_prod", "password_base64", "SERVICE_CREDENTIALS_JSON"),
+        *("totp_seed", "seed_phrase", "пароль", "密码", "contraseña"),
+    ],
+)
+def test_other_names_of_secrets(name: str) -> None:
+    assert redacted({name: _VALUE}) == {name: HIDDEN}
+    assert _VALUE not in redact_text(f"{name}: {_VALUE}")
+    assert redact_argv([f"--{name}", _VALUE]) == [f"--{name}", HIDDEN]
+
+
+def test_value_of_a_named_pair() -> None:
+    """Lists of headers and of environment variables name a value beside it."""
+    for key, name in (("name", "X-Api-Key"), ("key", "HF_TOKEN"), ("header", "Authorization")):
+        assert redacted([{key: name, "value": _VALUE}]) == [{key: name, "value": HIDDEN}]
+    clear = [{"name": "NCCL_DEBUG", "value": "WARN"}, {"name": "tokens", "value": 7}]
+    assert redacted(clear) == clear
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'Authorization: Digest username="u", response="{_VALUE}"',
+        f"Authorization: ApiKey {_VALUE}",
+        f"curl -u user:{_VALUE} https://host",
+        f"Incorrect API key provided: {_VALUE}.",
+        f"password: |\n  {_VALUE}\n",
+        f"judge:\n  api_key: >-\n    {_VALUE}\nlr: 1",
+        f"<password>{_VALUE}</password>",
+        f"redirect=https%3A%2F%2Fme%3A{_VALUE}%40host",
+        f"-----BEGIN PRIVATE KEY-----\n{_VALUE}",
+        f"-----BEGIN PGP PRIVATE KEY BLOCK-----\n{_VALUE}\n-----END PGP PRIVATE KEY BLOCK-----",
+        f"wandb login {'0123456789' * 4}{_VALUE}"[:52],
+        f"hvs.{_VALUE * 2}",
+        f"dckr_pat_{_VALUE * 2}",
+        f"tvly-{_VALUE * 2}",
+        f"bot12345678:AA{_VALUE * 2}",
+    ],
+)
+def test_other_shapes_of_secrets(text: str) -> None:
+    shown = redact_text(text)
+    assert _VALUE not in shown and "0123456789" not in shown and HIDDEN in shown
+    assert _VALUE not in repr(redact_argv(["--note", text]))
+
+
+def test_a_private_key_as_an_argument_is_no_flag() -> None:
+    key = f"-----BEGIN PRIVATE KEY-----\n{_VALUE}\n-----END PRIVATE KEY-----"
+    assert _VALUE not in repr(redact_argv(["--key-text", key, "--lr", "1"]))
+
+
+def test_blocks_and_elements_of_other_names_stay() -> None:
+    for text in ("prompt: |\n  say hi\n", "<answer>42</answer>", "-u name", "the secret is out"):
+        assert redact_text(text) == text

@@ -109,3 +109,14 @@ def test_usual_labels_are_not_in_doubt(label: str) -> None:
 def test_f1_compares_labels_without_words_as_they_are(label: str) -> None:
     assert grade_f1(label.lower(), label) == 1.0
     assert grade_f1("", label) == grade_f1("an", label) == grade_f1("B", label) == 0.0
+
+
+@pytest.mark.parametrize("label", ["nan", "None", "['Paris', 'Lyon']", "-", "…"])
+def test_labels_of_f1_that_are_rarely_meant(label: str) -> None:
+    kind, why = doubt_label("f1", label) or ("", "")
+    assert "word by word" in kind and repr(label) in why
+
+
+@pytest.mark.parametrize("label", ["Paris", "A", "北京", "5", "the"])
+def test_labels_of_f1_that_are_meant(label: str) -> None:
+    assert doubt_label("f1", label) is None

@@ -154,6 +154,7 @@ def test_the_last_box_is_found_with_balanced_braces(before: str, inside: str) ->
         ("It don’t matter in the U.S.", "it dont matter in US", 1.0),
         ("a well-known «1,000»", "well known 1000", 1.0),
         ("<think>red or green?</think> blue", "blue", 1.0),
+        ("Zoe\u0308", "Zo\u00eb", 1.0),
         ("<think>blue", "blue", 0.0),
     ],
 )
@@ -289,6 +290,14 @@ def scores(args, sample): return {"acc": 1, "style": 0.5}
 async def hang(args, sample): await asyncio.sleep(3600)
 def hang_sync(args, sample): time.sleep(3600)
 def one_argument(sample): return 1.0
+class Mute(Exception):
+    def __str__(self): raise RuntimeError("no text")
+def mute(args, sample): raise Mute()
+class Judge:
+    @classmethod
+    def of_class(cls, args, sample): return 2.0
+    @staticmethod
+    def plain(args, sample): return 3.0
 """
 
 
@@ -306,6 +315,14 @@ def test_sync_async_and_per_sample_functions(user: str) -> None:
     assert score(sample, custom_rm_path=f"{user}.sync") == 1.0 and sample.metadata == {"seen": None}
     sample.custom_rm_path = f"{user}.length"
     assert score(sample, custom_rm_path=f"{user}.crash") == 4.0
+
+
+def test_methods_of_a_class_are_found(user: str) -> None:
+    for name, reward in (("Judge.of_class", 2.0), ("Judge.plain", 3.0)):
+        assert score(Sample(response="r"), custom_rm_path=f"{user}.{name}") == reward
+        assert score(Sample(response="r"), custom_rm_path=f"{user}:{name}") == reward
+    with pytest.raises(UserError, match=r"Judge has no 'plan'\s+why.*\s+fix: did you mean 'plain'"):
+        score(Sample(response="r"), custom_rm_path=f"{user}.Judge.plan")
 
 
 def test_groups_are_scored_in_one_call_or_one_by_one(user: str) -> None:
@@ -356,6 +373,7 @@ def test_dict_rewards_need_a_key(user: str) -> None:
         ("text", r"returned '1.0' \(str\) as the reward of sample 5"),
         ("none", r"returned None \(NoneType\) as the reward of sample 5"),
         ("crash", r"failed on sample 5\s+why: KeyError: 'no_such_field'"),
+        ("mute", r"failed on sample 5\s+why: Mute: \(its text raises RuntimeError\)"),
         ("own_timeout", r"failed on sample 5\s+why: TimeoutError: the judge does not answer"),
         ("one_argument", r"cannot be called as \(args, sample\)"),
     ],

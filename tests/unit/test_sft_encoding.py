@@ -542,3 +542,31 @@ def test_a_warning_names_the_switch_that_makes_the_template_write_reasoning() ->
     switched = "{% if enable_thinking is defined %}{% endif %}" + CHATML
     assert "enable_thinking" in encode(switched, [user(0), thoughtful(0)])[0].reasoning_fix
     assert "enable_thinking" not in encode(CHATML, [user(0), thoughtful(0)])[0].reasoning_fix
+
+
+def test_words_that_the_template_cuts_off_are_found() -> None:
+    short = CHATML.replace(
+        "m['content']", "(m['content'][:9] if m['role'] == 'user' else m['content'])"
+    )
+    messages = [{"role": "user", "content": "hello world"}, answer(0)]
+    assert SftEncoding(make_tokenizer(short)).encode(messages).left_out_roles == ["user"]
+    assert SftEncoding(make_tokenizer()).encode(messages).left_out_roles == []
+
+
+def test_a_template_that_cuts_every_message_is_not_given_parts_as_text() -> None:
+    short = CHATML.replace("m['content']", "m['content'][:4]")
+    assert not template_form(make_tokenizer(short)).parts
+
+
+def test_tools_that_the_template_leaves_out_are_found() -> None:
+    messages = [user(0), answer(0)]
+    assert SftEncoding(make_tokenizer()).encode(messages, tools=[TOOL]).left_out_tools == ["lookup"]
+    writes = make_tokenizer("{{ tools | tojson if tools else '' }}" + CHATML)
+    assert SftEncoding(writes).encode(messages, tools=[TOOL]).left_out_tools == []
+
+
+@pytest.mark.parametrize("prompt", ["USER0", [user(0)]])
+@pytest.mark.parametrize("label", [[answer(0)], answer(0), '[{"from": "gpt", "value": "ANSWER0"}]'])
+def test_a_label_may_be_messages(prompt: Any, label: Any) -> None:
+    encoding = SftEncoding(make_tokenizer())
+    assert encoding.encode(prompt, label) == encoding.encode([user(0), answer(0)])

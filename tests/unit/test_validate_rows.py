@@ -122,6 +122,15 @@ def test_labels_that_their_reward_cannot_grade(
     assert report_of(path, rm_type=rm_type, custom_rm_path="their.function").error is None
 
 
+def test_one_prompt_with_two_labels_is_told(tmp_path: Path) -> None:
+    rows = [GOOD, GOOD, {**GOOD, "label": "4"}, {**GOOD, "input": "1+3=", "label": "4"}]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    (told,) = report_of(path, rm_type="math").warnings
+    assert "1 of 4 rows have the prompt of an earlier row and another label" in told
+    assert f"(first: {path}:3); the first has the prompt of {path}:1" in told
+    assert report_of(path, rm_type="random").warnings == []
+
+
 def test_labels_that_a_response_can_match_are_told_and_not_refused(tmp_path: Path) -> None:
     solution = {**GOOD, "label": "word " * 60}
     path = write_jsonl(
@@ -130,7 +139,7 @@ def test_labels_that_a_response_can_match_are_told_and_not_refused(tmp_path: Pat
     )
     report = report_of(path, rm_type="math")
     assert report.error is None and report.sizes[path].num_kept == 5
-    as_text, long = sorted(report.warnings)
+    as_text, long, _ = sorted(report.warnings)  # the last: one prompt with several labels
     assert (
         f"1 of 5 rows have a label that --rm-type math compares as text (first: {path}:3)"
         in as_text

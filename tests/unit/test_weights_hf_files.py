@@ -116,8 +116,6 @@ def test_what_a_family_does_not_use_is_counted(tmp_path: Path) -> None:
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
     save_file({**TENSORS, **extra}, tmp_path / "model.safetensors")
     assert HfReader(tmp_path).verify(FAMILY, SPEC) == list(extra)
-    tied = FAMILY.model_spec({**CONFIG, "tie_word_embeddings": True})
-    assert "lm_head.weight" in HfReader(tmp_path).verify(FAMILY, tied)
 
 
 @pytest.mark.parametrize(
@@ -208,3 +206,69 @@ def test_an_error_of_the_caller_leaves_nothing(sharded: Path, tmp_path: Path) ->
         writer.add("w", torch.ones(2))
         raise KeyError("w2")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
+
+
+# -- what would load and be another model ----------------------------------------------------------
+
+
+def save_whole(root: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    root.mkdir(exist_ok=True)
+    save_file(tensors, root / "model.safetensors")
+    return root
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64]
+)
+def test_weights_of_another_type_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    root = save_whole(tmp_path / "m", {**TENSORS, name: TENSORS[name].to(dtype)})
+    with pytest.raises(UserError, match=f"{name} is of the type "):
+        HfReader(root).verify(FAMILY, SPEC)
+
+
+def test_an_output_layer_beside_tied_weights_must_be_the_embedding(tmp_path: Path) -> None:
+    tied = CONFIG | {"tie_word_embeddings": True}
+    spec = FAMILY.model_spec(tied)
+    same = {**TENSORS, "lm_head.weight": TENSORS["model.embed_tokens.weight"].clone()}
+    assert HfReader(save_whole(tmp_path / "same", same)).verify(FAMILY, spec) == ["lm_head.weight"]
+    with pytest.raises(UserError, match="differs from the embedding"):
+        HfReader(save_whole(tmp_path / "m", TENSORS)).verify(FAMILY, spec)
+
+
+def test_of_two_tensors_of_one_name_the_index_decides(sharded: Path) -> None:
+    weight_map = json.loads((sharded / INDEX).read_text())["weight_map"]
+    name = next(name for name, file in weight_map.items() if "00001" in file)
+    last = sharded / "model-00004-of-00004.safetensors"
+    save_file({**load_file(last), name: TENSORS[name] + 1}, last)
+    assert torch.equal(HfReader(sharded)[name][:], TENSORS[name])
+
+
+def test_weights_beside_an_index_of_others_are_refused(sharded: Path) -> None:
+    save_whole(sharded, TENSORS)
+    with pytest.raises(UserError, match="has weights twice"):
+        HfReader(sharded)
+
+
+@pytest.mark.parametrize("prefix", ["model.", "module.", "base_model.model.", "_orig_mod."])
+def test_names_behind_a_wrapper_say_so(tmp_path: Path, prefix: str) -> None:
+    root = save_whole(tmp_path / "m", {prefix + name: t for name, t in TENSORS.items()})
+    with pytest.raises(UserError, match=f"all names begin with '{prefix}'"):
+        HfReader(root).verify(FAMILY, SPEC)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("null", "not an object"),
+        ("[]", "not an object"),
+        ('{"tie_word_embeddings": "false"}', "is the text 'false'"),
+        (json.dumps(CONFIG | {"rms_norm_eps": None}), "a value of the wrong type"),
+        (json.dumps(CONFIG | {"max_position_embeddings": "x"}), "a value of the wrong type"),
+        (json.dumps(CONFIG | {"rope_scaling": "x"}), "a value of the wrong type"),
+    ],
+)
+def test_a_config_of_odd_values_is_no_traceback(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=said):
+        FAMILY.model_spec(tmp_path)

@@ -93,6 +93,16 @@ def test_quantised_checkpoints_are_refused(tmp_path: Path, name: str, kind: str)
         load_hf([model], write(tmp_path / "m", config, {**tensors, name: torch.ones(2, 2)}))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
+    config, tensors, model = model_of("qwen3")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    odd = tensors[name].clone()
+    odd[3, 5] = value
+    with pytest.raises(UserError, match=f"{name} has values that are not finite"):
+        load_hf([model], write(tmp_path / "m", config, {**tensors, name: odd}))
+
+
 def test_the_files_dtype_is_cast_to_the_models(tmp_path: Path) -> None:
     config, tensors, model = model_of("qwen3")
     half = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}

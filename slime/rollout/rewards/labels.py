@@ -14,6 +14,7 @@ from slime.errors import UserError
 from slime.rollout.rewards.text import (
     answer_in_label,
     label_letter,
+    normalise_answer,
     normalise_final_answer,
     valid_choices,
 )
@@ -79,6 +80,8 @@ def doubt_label(rm_type: str | None, label: Any) -> tuple[str, str] | None:
          "is '<', which has neither a number nor a word")
     """
     rm_type = rm_type or ""
+    if rm_type.removeprefix("boxed_") == "f1":
+        return _doubt_words(rm_type, str(label).strip())
     if rm_type.removeprefix("boxed_") not in ("math", "deepscaler"):
         return None
     answer, is_boxed = answer_in_label(str(label))
@@ -95,6 +98,18 @@ def doubt_label(rm_type: str | None, label: Any) -> tuple[str, str] | None:
     else:
         return None
     return f"have a label that --rm-type {rm_type} compares as text", why
+
+
+def _doubt_words(rm_type: str, answer: str) -> tuple[str, str] | None:
+    if answer.lower() in _NOT_A_VALUE | _PERHAPS_A_VALUE:
+        why = f"is {answer!r}"
+    elif kind := _literal_kind(answer):
+        why = f"is {answer!r:.60}, the text of a {kind}"
+    elif not normalise_answer(answer) and not re.search(r"\w", answer):
+        why = f"is {answer!r:.60}, which has no word"
+    else:
+        return None
+    return f"have a label that --rm-type {rm_type} compares word by word", why
 
 
 def _braces(answer: str) -> int:

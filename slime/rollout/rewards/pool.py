@@ -16,7 +16,7 @@ from typing import Any
 from slime import deadlines
 from slime.config.config import Config
 from slime.config.groups_rollout import REWARD_TYPES
-from slime.errors import UserError
+from slime.errors import UserError, name_and_text
 from slime.log import get_logger, tell
 from slime.prompts.labels import compares_labels, label_text
 from slime.rollout.rewards import instructions, reward_model
@@ -335,7 +335,7 @@ class RewardPool:
         except Exception as error:  # raised by the user's own code; name the sample
             failure = FunctionFailed(
                 f"the reward function {self._named(path)} failed on sample {samples[0].index}",
-                why=f"{type(error).__name__}: {error}",
+                why=name_and_text(error),
                 fix=self._fix(path, samples[0], error),
             )
             raise with_user_frames(failure, error) from error

@@ -116,8 +116,10 @@ def normalise_answer(text: str) -> str:
     """Lower case, without punctuation, articles and surplus blanks (SQuAD, arXiv:1606.05250).
 
     Points, apostrophes and the commas of numbers vanish as in SQuAD (U.S. is US, 1,000 is 1000);
-    other punctuation separates words, so that "well-known" is "well known".
+    other punctuation separates words, so that "well-known" is "well known". A letter with an accent
+    is one character, however it was written.
     """
+    text = unicodedata.normalize("NFC", re.sub("[\ufeff\u200b]", "", text))
     text = re.sub(r"(?<=\d),(?=\d)|[.'’‘`]", "", text.lower())
     text = "".join(
         " " if c in string.punctuation or unicodedata.category(c)[0] == "P" else c for c in text
