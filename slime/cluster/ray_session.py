@@ -70,7 +70,12 @@ _AGENT_PORTS = (
 #: Modules (and names that import on access) that a local Ray's processes need on a CPU.
 _PRELOADED = (
     "torch",
+    "torch._dynamo",  # torch imports it for the first optimizer
     "transformers:AutoTokenizer",
+    "numpy.random",
+    # Ray imports both in each worker
+    "ray._common.pydantic_compat",
+    "starlette.datastructures",
     "slime.cluster.rollout_actor",
     "slime.cluster.engine_actor",
     "slime.cluster.trainer_group",

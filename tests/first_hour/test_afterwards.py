@@ -18,21 +18,24 @@ from safetensors.torch import load_file
 from slime.checkpoints.gguf import gguf_to_hf
 from slime.cli.serve import more_words
 from slime.engines.kinds import engine_kind
+from slime.processes import preloaded
 from slime.processes.host import free_port
 from tests.support.bpe_tokenizers import save_model_with_words
+from tests.support.forks import fork_or_start, run_fork, socket_of_forks
 from tests.support.processes import wait_until
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SLIME_DEBUG": "0"}
+
+def environment() -> dict[str, str]:
+    """Servers of a command are forks, as the command is."""
+    return {**os.environ, preloaded.VARIABLE: socket_of_forks(), "SLIME_DEBUG": "0"}
 
 
 def slime(*words: object, said: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "slime", *map(str, words)]
-    done = subprocess.run(
-        command, input=said, capture_output=True, text=True, timeout=180, env=ENVIRONMENT
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-    return done
+    done = run_fork(command, environment(), said.encode())
+    output, errors = done.stdout.decode(), done.stderr.decode()
+    assert "Traceback" not in errors, errors
+    return subprocess.CompletedProcess(command, done.returncode, output, errors)
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +80,7 @@ def test_chat_answers_a_question_per_line(run_folder: Path) -> None:
 
 def test_chat_reads_utf8_alone(run_folder: Path) -> None:
     command = [sys.executable, "-m", "slime", "chat", str(run_folder), "--max-tokens", "1"]
-    done = subprocess.run(
-        command, input=b"caf\xe9\n", capture_output=True, timeout=180, env=ENVIRONMENT
-    )
+    done = run_fork(command, environment(), b"caf\xe9\n")
     assert done.returncode == 2 and b"a line of standard input is not UTF-8" in done.stderr
 
 
@@ -100,14 +101,12 @@ def test_serve_prints_what_to_call_and_ends_with_a_signal(
         "--max-slots",
         "2",
     ]
-    environment = {**ENVIRONMENT, "TMPDIR": str(tmp_path)}
-    with output.open("w") as stream:
-        # under nohup the server would ignore it, as it should
-        heard = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        process = subprocess.Popen(
-            command, stdout=stream, stderr=subprocess.STDOUT, env=environment
-        )
-        signal.signal(signal.SIGHUP, heard)
+    # under nohup the server would ignore it, as it should
+    heard = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    with output.open("w") as stream, open(os.devnull, "rb") as nothing:
+        stdio = nothing.fileno(), stream.fileno(), stream.fileno()
+        process = fork_or_start(command, stdio, {**environment(), "TMPDIR": str(tmp_path)})
+    signal.signal(signal.SIGHUP, heard)
     try:
         wait_until(
             lambda: "print(answer" in output.read_text() or process.poll() is not None,

@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime.processes.host import free_port
+from tests.support.forks import Fork, fork_or_start
 
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111]
 CONTEXT = 256
@@ -42,7 +43,7 @@ class Server:
     """A running engine (or router) and plain HTTP calls to it."""
 
     url: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Fork
     log: Path
 
     def call(self, method: str, path: str, body: Any = None, raw: bytes | None = None) -> Answer:
@@ -83,8 +84,8 @@ def running(argv: list[str], port: int, log: Path, health: str = "/health") -> I
         AssertionError: it ended, or did not come up in time; carries its log.
     """
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with open(log, "wb") as output:
-        process = subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT, env=env)
+    with open(log, "wb") as output, open(os.devnull, "rb") as nothing:
+        process = fork_or_start(argv, (nothing.fileno(), output.fileno(), output.fileno()), env)
     server = Server(f"http://127.0.0.1:{port}", process, log)
     end = time.monotonic() + _START_DEADLINE
     try:

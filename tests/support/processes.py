@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from slime.engines.keys import VARIABLE
+from tests.support.forks import Fork, fork_or_start
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,7 +113,7 @@ class Driver:
         path: its run folder.
     """
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes] | Fork
     path: Path
     _output: Path
     _family: set[psutil.Process] = field(default_factory=set)
@@ -308,21 +309,23 @@ def start(
     environment = {
         name: value for name, value in environment.items() if name != "RAY_ADDRESS" or name in env
     }
-    with open(output, "w") as stderr:
-        process = subprocess.Popen(
-            [
-                *prefix,
-                sys.executable,
-                *(["-m", "slime"] if script == "slime" else [str(ROOT / script)]),
-                *flags,
-            ],
-            stdout=streams[0] if streams else subprocess.DEVNULL,
-            stderr=streams[1] if streams else stderr,
-            text=True,
-            cwd=cwd,
-            env=environment,
-            start_new_session=True,
-        )
+    words = ["-m", "slime"] if script == "slime" else [str(ROOT / script)]
+    argv = [*prefix, sys.executable, *words, *flags]
+    with open(output, "w") as stderr, open(os.devnull, "r+") as nothing:
+        stdin, stdout, error = nothing.fileno(), *(streams or (nothing.fileno(), stderr.fileno()))
+        stdio = stdin, stdout, error
+        if not prefix and cwd.samefile(os.getcwd()):
+            process = fork_or_start(argv, stdio, environment)
+        else:
+            process = subprocess.Popen(
+                argv,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=error,
+                cwd=cwd,
+                env=environment,
+                start_new_session=True,
+            )
     return Driver(process, path, output)
 
 

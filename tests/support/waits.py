@@ -97,8 +97,12 @@ def waits_in(source: str, flags: frozenset[str] = frozenset()) -> Iterator[Wait]
     Args:
         flags: names of all flags: "rm_timeout".
     """
-    tree = ast.parse(source)
-    yield from _Walk(flags, tree).visit(tree, _At((), None, []))
+    return waits_of(ast.parse(source), flags)
+
+
+def waits_of(tree: ast.AST, flags: frozenset[str]) -> Iterator[Wait]:
+    """`waits_in` of a file's tree."""
+    return _Walk(flags, tree).visit(tree, _At((), None, []))
 
 
 class _At(NamedTuple):

@@ -449,7 +449,7 @@ def test_the_global_balance_loss_is_that_of_the_step_in_one_micro_batch(
     batch = make_batch([[0, 1, 2, 3, 4, 5]])
     flags = balanced(model, "global_aux_loss", use_distributed_optimizer=False)
     alone = balanced(model, "aux_loss", use_distributed_optimizer=False)
-    [[(expected, metrics)]] = ranks.run(1, gradient_job, alone, [batch])
+    [[(expected, metrics)]] = ranks.once(1, gradient_job, alone, [batch])
     batches = [shard(batch, members, plan) for members, plan in GLOBAL_SHARDS[data_parallel]]
     for ((found, ours),) in ranks.run(size, gradient_job, {**flags, **layout}, batches):
         assert ours == pytest.approx(metrics, rel=1e-5)

@@ -434,7 +434,7 @@ def test_any_layout_learns_what_one_process_does(
     size: int, data_parallel: int, layout: dict[str, Any], loss: str, ranks: Pools, model: Path
 ) -> None:
     flags = flags_for(model, loss)
-    [alone] = ranks.run(1, preference_job, flags, batches_for(loss, 1))
+    [alone] = ranks.once(1, preference_job, flags, batches_for(loss, 1))
     found = ranks.run(size, preference_job, flags | layout, batches_for(loss, data_parallel))
     [reporting] = [rank for rank in found if rank["reporting"]]
     for step, (ours, theirs) in enumerate(zip(reporting["metrics"], alone["metrics"], strict=True)):

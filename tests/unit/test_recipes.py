@@ -85,32 +85,37 @@ def test_every_recipe_for_gpus_is_tried_here() -> None:
     sorted((ROOT / "recipes").glob("qwen3-*/*.sh")),
     ids=lambda path: str(path.parent.name),
 )
-def test_the_scripts_pass_flags_on(script: Path, tmp_path: Path) -> None:
-    """As a user starts them: from anywhere, with a model and a data folder of their own."""
+def test_the_scripts_pass_flags_on(
+    script: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As a user starts them: from anywhere, with a model and a data folder of their own. What they
+    call is called here."""
     models = {"0.6b": "Qwen/Qwen3-0.6B", "4b": "Qwen/Qwen3-4B", "30b": "Qwen/Qwen3-30B-A3B"}
     model = next(name for size, name in models.items() if f"-{size}" in script.parent.name)
     arguments(tmp_path, next(recipe for recipe, row in RECIPES.items() if row[1] == model))
-    env = {
-        **os.environ,
-        "PYTHON": sys.executable,
-        "MODEL": ".",
-        "GSM8K": ".",
-        "SLIME_NUM_GPUS": "8",
-    }
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\npwd; printf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    env = {**os.environ, "PYTHON": str(python), "MODEL": ".", "GSM8K": "."}
     command = [str(script), "--dry-run", "--gpu-memory-gb", "141", "--num-rollout", "3"]
     done = subprocess.run(
         command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert (
-        "num_rollout = 3   (flag)" in done.stdout
-        and f"output_dir = {tmp_path}/outputs" in done.stdout
-    )
-    assert (
-        f"prompt_data = {tmp_path}/train.jsonl" in done.stdout
-        and f"hf_checkpoint = {tmp_path}" in done.stdout
-    )
-    assert " !" not in done.stdout
+    folder, option, module, *words = done.stdout.splitlines()
+    assert (folder, option, module) == (str(tmp_path), "-m", "slime")
+    monkeypatch.setenv("SLIME_NUM_GPUS", "8")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "num_rollout = 3   (flag)" in printed and f"output_dir = {tmp_path}/outputs" in printed
+    assert f"prompt_data = {tmp_path}/train.jsonl" in printed
+    assert f"hf_checkpoint = {tmp_path}" in printed
+    assert " !" not in printed
 
 
 def test_a_dry_run_tells_that_data_is_missing(

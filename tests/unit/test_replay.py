@@ -250,8 +250,8 @@ def test_the_engines_experts_at_every_layout(name: str, model: Path, ranks: Pool
     flags = {"hf_checkpoint": str(model), "use_rollout_routing_replay": True}
     batch = without_some_experts()
     batch.steps = [dataclasses.replace(batch.steps[0], micro_batches=[[0, 1], [2, 3], [4], [5]])]
-    (single,) = ranks.run(1, replay_job, flags, batch)
-    (plain,) = ranks.run(1, parity_job, {"hf_checkpoint": str(model)}, [batch])
+    (single,) = ranks.once(1, replay_job, flags, batch)
+    (plain,) = ranks.once(1, parity_job, {"hf_checkpoint": str(model)}, [batch])
     assert worst(single["gradients"][_ROUTER], plain["gradients"][_ROUTER]) > 0.1, (
         "the experts differ from the router's"
     )
@@ -268,7 +268,7 @@ def test_the_old_policys_experts_at_every_layout(name: str, model: Path, ranks: 
     layout = {"TP2": TP2, "PP2 virtual": PP2 | VIRTUAL}[name]
     flags = {"hf_checkpoint": str(model), "use_routing_replay": True}
     batch = make_batch([[0, 1], [2, 3], [4], [5]], num_steps=2)
-    (single,) = ranks.run(1, replay_job, flags, batch)
+    (single,) = ranks.once(1, replay_job, flags, batch)
     (plain,) = ranks.run(1, replay_job, {"hf_checkpoint": str(model)}, batch)
     assert worst(single["weights"][_ROUTER], plain["weights"][_ROUTER]) > 1e-4, (
         "the second step chose other experts"

@@ -135,7 +135,7 @@ def test_means_and_losses_are_over_all_ranks(
     # clipping would hide a wrong scale
     flags = {**flags_for(checkpoint), "clip_grad": 0.0, "lr": 0.1, **flags}
     one = {**flags, "context_parallel_size": 1}
-    alone = ranks.run(1, train_job, one, [batch])[0]
+    alone = ranks.once(1, train_job, one, [batch])[0]
     for weights in ranks.run(
         2, train_job, flags, [shard(batch, members, plan) for members, plan in plans]
     ):
@@ -166,8 +166,8 @@ def test_sampling_masks_mean_the_same_on_every_layout(
         offsets.append(torch.tensor([0, *sizes]).cumsum(0))
     batch.payloads |= {"sampling_mask_ids": ids, "sampling_mask_offsets": offsets}
     flags = flags_for(checkpoint)
-    alone = ranks.run(1, train_job, flags, [batch])[0]
-    plain = ranks.run(1, train_job, flags, [make_batch(MICRO_BATCHES)])[0]
+    alone = ranks.once(1, train_job, flags, [batch])[0]
+    plain = ranks.once(1, train_job, flags, [make_batch(MICRO_BATCHES)])[0]
     assert any(not close(plain[name], value, 1e-4) for name, value in alone.items())
     shards = [shard(batch, *plan)]
     for weights in ranks.run(2, train_job, {**flags, **layout}, shards):

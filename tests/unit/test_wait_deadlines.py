@@ -4,12 +4,20 @@ stands in its list."""
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from slime.config.flags import all_flags
-from tests.support.waits import KEYWORDS, Wait, deadline_rows, unnamed_rows, waits_in
+from tests.support.waits import (
+    KEYWORDS,
+    Wait,
+    deadline_rows,
+    unnamed_rows,
+    waits_in,
+    waits_of,
+)
 
 PACKAGE = Path(__file__).parents[2] / "slime"
 FILES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
@@ -18,9 +26,43 @@ ROWS = deadline_rows()
 FLAGS = frozenset(
     name for name in all_flags() if f"`--{name.replace('_', '-')}`" in {row[2] for row in ROWS}
 )
-WAITS: dict[str, list[Wait]] = {
-    file: list(waits_in(path.read_text(), FLAGS)) for file, path in FILES.items()
-}
+
+
+@cache
+def scanned() -> tuple[dict[str, list[Wait]], list[str]]:
+    """The waits of each file, and where a deadline is a bare number. Each file is parsed once."""
+    waits: dict[str, list[Wait]] = {}
+    numbers: list[str] = []
+    for file, path in FILES.items():
+        tree = ast.parse(path.read_text())
+        waits[file] = list(waits_of(tree, FLAGS))
+        numbers += _bare_numbers(file, tree)
+    return waits, numbers
+
+
+def _bare_numbers(file: str, tree: ast.AST) -> list[str]:
+    found: list[str] = []
+    for node in ast.walk(tree):
+        given: list[tuple[str | None, ast.expr | None]] = []
+        if isinstance(node, ast.Call):
+            given = [(word.arg, word.value) for word in node.keywords]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            given = [
+                (a.arg, d) for a, d in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+            ]
+            defaults = node.args.defaults
+            given += [
+                (a.arg, d) for a, d in zip(node.args.args[-len(defaults) :], defaults) if defaults
+            ]
+        found += [
+            f"slime/{file}:{value.lineno} {name}={value.value}"
+            for name, value in given
+            if name in KEYWORDS[:2]
+            and isinstance(value, ast.Constant)
+            and isinstance(value.value, float | int)
+            if value.value and not isinstance(value.value, bool)
+        ]
+    return found
 
 
 def test_every_call_that_waits_has_a_deadline_or_says_what_ends_it() -> None:
@@ -29,7 +71,7 @@ def test_every_call_that_waits_has_a_deadline_or_says_what_ends_it() -> None:
         f"slime/{file}:{wait.line} {wait.call} in {wait.function}: name a constant or flag of "
         "docs/deadlines.md, or "
         "say there what ends it"
-        for file, waits in WAITS.items()
+        for file, waits in scanned()[0].items()
         for wait in waits
         if not wait.deadline and (file, wait.function) not in listed
     ]
@@ -39,7 +81,7 @@ def test_every_call_that_waits_has_a_deadline_or_says_what_ends_it() -> None:
 def test_the_list_of_calls_that_name_no_deadline_has_no_other() -> None:
     without = {
         (file, wait.function)
-        for file, waits in WAITS.items()
+        for file, waits in scanned()[0].items()
         for wait in waits
         if not wait.deadline
     }
@@ -50,39 +92,14 @@ def test_the_list_of_calls_that_name_no_deadline_has_no_other() -> None:
 def test_every_deadline_that_a_wait_names_has_a_row() -> None:
     """A constant in a function's default, of another file or of the same: some row has its name."""
     names = {name for row in ROWS for name in row[2].replace("`", "").split()}
-    found = {wait.deadline for waits in WAITS.values() for wait in waits}
+    found = {wait.deadline for waits in scanned()[0].values() for wait in waits}
     assert sorted(found - names - {"", "at once", "handed in", "its group"}) == []
 
 
 def test_no_deadline_is_a_bare_number() -> None:
     """Neither where a call gives it, nor as a parameter's default: a number without a name has no
     row."""
-    found = []
-    for file, path in FILES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            given: list[tuple[str | None, ast.expr | None]] = []
-            if isinstance(node, ast.Call):
-                given = [(word.arg, word.value) for word in node.keywords]
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                given = [
-                    (a.arg, d)
-                    for a, d in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
-                ]
-                defaults = node.args.defaults
-                given += [
-                    (a.arg, d)
-                    for a, d in zip(node.args.args[-len(defaults) :], defaults)
-                    if defaults
-                ]
-            found += [
-                f"slime/{file}:{value.lineno} {name}={value.value}"
-                for name, value in given
-                if name in KEYWORDS[:2]
-                and isinstance(value, ast.Constant)
-                and isinstance(value.value, float | int)
-                if value.value and not isinstance(value.value, bool)
-            ]
-    assert found == []
+    assert scanned()[1] == []
 
 
 @pytest.mark.parametrize(

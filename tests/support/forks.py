@@ -1,0 +1,180 @@
+"""Python processes as forks of one that has imported what a run needs: a driver costs two CPU
+seconds less, an engine's server as well. Launches in another folder or environment stay new
+processes, which shows that their own imports suffice."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from slime.processes import preloaded
+from slime.processes.owner import die_with_parent
+
+#: What a driver imports until its loop begins, next to what Ray's workers import.
+_MODULES = ("slime.diagnosis.doctor", "slime.run.session", "slime.cli.resume", "slime.loop")
+#: Variables that are read where they are used, or set after the import by `start_ray`. Libraries
+#: read others while they are imported.
+_READ_LATER = (
+    "SLIME_",
+    "PYTEST_",
+    "TMPDIR",
+    "RAY_AUTH_TOKEN",
+    "RAY_USAGE_STATS_ENABLED",
+    "RAY_enable_metrics_collection",
+    "RAY_prestart_worker_first_driver",
+    "RAY_worker_niceness",
+)
+#: As the processes that tests start have it.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class Fork(preloaded.ForkedProcess):
+    """A fork in the place of `subprocess.Popen`, for several threads.
+
+    Args:
+        argv: Python, a script or -m and a module, and its arguments.
+        stdio: descriptors of its stdin, stdout and stderr.
+        env: its whole environment.
+    Raises:
+        OSError: this needs a process of its own.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], stdio: tuple[int, int, int], env: Mapping[str, str]
+    ) -> None:
+        path, known = _server(os.getpid())
+        if _read_early(env) != known:
+            raise OSError("libraries would have read another environment")
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+        self._server = preloaded._connect(path)
+        try:
+            score = preloaded._oom_score_adjustment()
+            self.pid = preloaded._request_fork(
+                self._server, argv, env, stdio, score, is_watched=True
+            )
+        except BaseException:
+            self._server.close()
+            raise
+
+    def poll(self) -> int | None:
+        with self._lock:
+            return super().poll()
+
+    def wait(self, timeout: float) -> int:
+        end = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(0.02)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def fork_or_start(
+    argv: Sequence[str], stdio: tuple[int, int, int], env: Mapping[str, str]
+) -> Fork | subprocess.Popen[bytes]:
+    """A `Fork`, or where that is refused a new process; either leads a session of its own."""
+    env = {**env, **_ENVIRONMENT}
+    try:
+        return Fork(argv, stdio, env)
+    except OSError:
+        stdin, stdout, stderr = stdio
+        return subprocess.Popen(
+            argv, stdin=stdin, stdout=stdout, stderr=stderr, env=env, start_new_session=True
+        )
+
+
+def run_fork(
+    argv: Sequence[str], env: Mapping[str, str], said: bytes = b"", timeout: float = 180.0
+) -> subprocess.CompletedProcess[bytes]:
+    """`fork_or_start` with ``said`` as its input, and wait for its end.
+
+    Raises:
+        subprocess.TimeoutExpired: it did not end; it is killed.
+    """
+    with (
+        tempfile.TemporaryFile() as stdin,
+        tempfile.TemporaryFile() as stdout,
+        tempfile.TemporaryFile() as stderr,
+    ):
+        stdin.write(said)
+        stdin.seek(0)
+        process = fork_or_start(argv, (stdin.fileno(), stdout.fileno(), stderr.fileno()), env)
+        try:
+            status = process.wait(timeout)
+        finally:
+            process.kill()
+        for file in (stdout, stderr):
+            file.seek(0)
+        return subprocess.CompletedProcess(argv, status, stdout.read(), stderr.read())
+
+
+def socket_of_forks() -> str:
+    """`preloaded.VARIABLE` of a process whose servers are to be forks, too."""
+    return _server(os.getpid())[0]
+
+
+def _read_early(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if not name.startswith(_READ_LATER)}
+
+
+@functools.cache
+def _server(owner: int) -> tuple[str, dict[str, str]]:
+    """Start the process that others are forks of; it ends with this process, ``owner``.
+
+    Returns:
+        Its socket, and the environment in which it has imported.
+    """
+    folder = tempfile.TemporaryDirectory(prefix="slime-forks-")
+    atexit.register(folder.cleanup)
+    path = Path(folder.name) / "fork"
+    environment = {**os.environ, **_ENVIRONMENT}
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__, str(path)],
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=functools.partial(die_with_parent, owner),
+    )
+    atexit.register(process.terminate)
+    while not path.exists() and process.poll() is None:
+        time.sleep(0.02)
+    return str(path), _read_early(environment)
+
+
+def _serve(path: str) -> None:
+    from slime.cluster.ray_session import _PRELOADED
+
+    server = preloaded._ForkServer(path, ["sleep", "infinity"])
+    # a new process has neither
+    del sys.path[0], os.environ["RAY_RAYLET_PID"], server._environment["RAY_RAYLET_PID"]
+    server.load([*_PRELOADED, *_MODULES])
+    request = server.serve()
+    del server
+    tempfile.tempdir = None  # of the environment that follows
+    preloaded._run(request)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])
