@@ -117,13 +117,13 @@ def load_hf(
             if match is None:
                 continue
             piece = _read_piece(reader, match, name, target, spec, placement)
-            if not bool(torch.isfinite(piece).all()):
+            target.copy_(piece)
+            if not bool(torch.isfinite(target).all()):  # of a GPU's copy this takes no time
                 raise UserError(
                     f"{hf_dir}: {match.sources[0]} has values that are not finite",
                     why="a model with NaN or infinite weights generates and learns nothing",
                     fix="download the file again, or take an earlier checkpoint",
                 )
-            target.copy_(piece)
             taken.update(match.sources)
             num_loaded = num_loaded + 1
             num_elements = num_elements + piece.numel()

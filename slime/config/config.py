@@ -124,6 +124,16 @@ class Config:
     extra: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
+    @property
+    def can_share_base(self) -> bool:
+        """Whether policy and critic may hold one frozen base: both train adapters, on the same
+        GPUs. They do if both load the same weights."""
+        if not (self.lora.lora_rank and self.critic.critic_lora_rank):
+            return False
+        # another model cannot use the storage of parameters that --fp8-param-gather makes
+        on_same_gpus = self.algorithm.needs_critic and not self.critic.has_own_gpus
+        return on_same_gpus and not self.megatron.transformer.get("fp8_param")
+
     # -- views -------------------------------------------------------------------------------------
 
     def values(self) -> dict[str, Any]:

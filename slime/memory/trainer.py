@@ -206,7 +206,7 @@ class TrainerSettings:
             critic_adapters=AdapterConfig.of_critic(config, table_of(spec), spec)
             if algorithm.needs_critic
             else None,
-            shares_base=AdapterConfig.can_share_base(config) and not config.critic.critic_load,
+            shares_base=config.can_share_base and not config.critic.critic_load,
         )
 
     def as_critic(self) -> TrainerSettings:

@@ -134,16 +134,6 @@ class AdapterConfig:
         return dataclasses.replace(found, targets=found.targets - outputs)
 
     @staticmethod
-    def can_share_base(config: Config) -> bool:
-        """Tell whether policy and critic may hold one frozen base: both train adapters, on the same
-        GPUs. They do if both load the same weights."""
-        if not (config.lora.lora_rank and config.critic.critic_lora_rank):
-            return False
-        # another model cannot use the storage of parameters that --fp8-param-gather makes
-        on_same_gpus = config.algorithm.needs_critic and not config.critic.has_own_gpus
-        return on_same_gpus and not config.megatron.transformer.get("fp8_param")
-
-    @staticmethod
     def for_model(
         flags: LoraConfig,
         family: ModelFamily,

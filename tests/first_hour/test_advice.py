@@ -60,7 +60,7 @@ def refused(model: Path, data: Path, **flags: Any) -> UserError:
         ),
         (
             {"prompt": [{"role": "user", "text": "1+2="}], "label": "3"},
-            "{'role': …, 'content': …}",
+            "write them under 'content'",
             "remove",
         ),
         ("1+2=", "", ""),

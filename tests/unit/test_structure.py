@@ -30,7 +30,7 @@ BUDGETS = {
     "cli": 2_766,  # plan, launch, compare, images in a chat, flags and adapters without effect
     "cluster": 4_895,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
     "compat": 1_374,
-    "config": 6_211,  # preferences, images, kept weights, flags and options without effect
+    "config": 6_217,  # preferences, images, kept weights, flags and options without effect
     "diagnosis": 4_589,  # attention within images
     "embedded": 5_916,  # attention within images, sinks, stacks of experts, queries that grow
     "engines": 4_615,  # sessions and ranks of newer SGLang, pictures, overrides without effect
@@ -38,7 +38,7 @@ BUDGETS = {
     "forecast": 916,  # over-sampling and partial rollouts
     ".": 1_593,  # names and forms of secrets
     "memory": 1_988,  # host memory part by part, towers, one base of two roles, masks, drafts
-    "models": 5_903,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
+    "models": 5_897,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
     "observe": 3_459,  # profiles, three trackers, ranges of recipes, rejected drafts
     "page": 1_617,
     "processes": 1_057,  # the preloaded process

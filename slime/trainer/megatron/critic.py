@@ -91,7 +91,7 @@ def shares_base(config: Config, plan: LoadPlan) -> bool:
     Raises:
         UserError: the critic's weights are missing.
     """
-    if not AdapterConfig.can_share_base(config):
+    if not config.can_share_base:
         return False
     source, critic = _source_of(config, plan)
     saved = None if critic is None else saved_critic(critic)
