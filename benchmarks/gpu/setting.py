@@ -52,7 +52,7 @@ def new_parser(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--engine", choices=["sglang", "embedded"], default="sglang")
     parser.add_argument(
-        "--engine-flags", default="", help='of its server, in one word: "--attention-backend fa3"'
+        "--engine-flags", default="", help="of its server, in one word: --engine-flags='--x 1'"
     )
     parser.add_argument(
         "--rounds", type=int, default=5, help="measurements; medians are reported (default: 5)"
@@ -73,7 +73,9 @@ def new_run_parser(
     parser.add_argument("--samples", type=int, default=samples)
     parser.add_argument("--new-tokens", type=int, default=new_tokens)
     parser.add_argument("--steps", type=int, default=steps)
-    parser.add_argument("--more", default="", help="more flags for the run, in one word")
+    parser.add_argument(
+        "--more", default="", help="more flags for the run, in one word: --more='--no-save'"
+    )
     return parser
 
 
