@@ -24,7 +24,6 @@ import itertools
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import threading
@@ -36,7 +35,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.report import BudgetSpent, Report, Row, at_least
-from benchmarks.gpu.setting import make_model, new_run_parser, run_training, workspace
+from benchmarks.gpu.setting import (
+    made_up_prompts,
+    make_model,
+    median,
+    new_run_parser,
+    run_training,
+    workspace,
+)
 
 HERE = Path(__file__).resolve().parent
 CASES = ("slime", "verl", "verl-bypass")
@@ -47,17 +53,13 @@ _FIXED_LENGTH = '{"ignore_eos":true}'
 _PHASES = ("gen", "old_log_prob", "adv", "update_actor", "update_weights", "step")
 
 
-def prompts(count: int) -> list[str]:
-    """The texts of `run_training`; the byte tokenizer gives each the same number of tokens."""
-    return [f"Tell me about the number {i:06d}. " * 4 for i in range(count)]
-
-
 # -- verl ------------------------------------------------------------------------------------------
 
 
 def write_data(args: argparse.Namespace, folder: Path) -> Path:
-    """Prompts as verl reads them."""
-    import pandas
+    """Write the prompts as verl reads them."""
+    import pyarrow
+    import pyarrow.parquet
 
     rows = [
         {
@@ -66,16 +68,16 @@ def write_data(args: argparse.Namespace, folder: Path) -> Path:
             "reward_model": {"style": "rule", "ground_truth": ""},
             "extra_info": {"index": index},
         }
-        for index, text in enumerate(prompts(4 * args.prompts))
+        for index, text in enumerate(made_up_prompts(4 * args.prompts))
     ]
     path = folder / "prompts.parquet"
-    pandas.DataFrame(rows).to_parquet(path)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return path
 
 
 def write_tokenizer(model: Path, folder: Path) -> Path:
-    """The model's tokenizer with what verl asks of a Qwen3: the end of a turn, and a template, here
-    one that adds nothing."""
+    """Write the model's tokenizer with what verl needs of a Qwen3: a token that ends a turn, and a
+    template, which adds nothing here."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -191,7 +193,7 @@ def environment(metrics: Path) -> dict[str, str]:
 
 
 def measure_verl(args: argparse.Namespace, model: Path, folder: Path, case: str) -> Row:
-    """verl's seconds by phase.
+    """Run verl and return its seconds by phase.
 
     Raises:
         RuntimeError: it failed; its last lines are on stderr.
@@ -233,7 +235,8 @@ def measure_verl(args: argparse.Namespace, model: Path, folder: Path, case: str)
     found["start_seconds"] = (arrivals[0] if arrivals else time.monotonic()) - started
     between = [b - a for a, b in itertools.pairwise(arrivals)]
     # from one step's metrics to the next one's, what verl does outside its own "step" included
-    found["wall_seconds"] = _median(between[max(args.warm_up - 1, 0) :])
+    if steady := between[max(args.warm_up - 1, 0) :]:
+        found["wall_seconds"] = median(steady)
     return found
 
 
@@ -241,11 +244,11 @@ def verl_row(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> Row:
     """Medians behind the warm-up."""
     steady = list(rows[args.warm_up :] or rows)
     seconds = {
-        name: _median([row.get(f"timing_s/{name}", 0.0) for row in steady]) for name in _PHASES
+        name: median([row.get(f"timing_s/{name}", 0.0) for row in steady]) for name in _PHASES
     }
     lengths = [row["response_length/mean"] for row in steady if "response_length/mean" in row]
     return {
-        **_speed(args, seconds["step"], _median(lengths)),
+        **_speed(args, seconds["step"], median(lengths)),
         "seconds": seconds,
         "memory_gb": max(
             (row.get("perf/max_memory_reserved_gb", 0.0) for row in rows), default=0.0
@@ -290,14 +293,13 @@ def measure_slime(args: argparse.Namespace, model: Path, folder: Path) -> Row:
     steady = rows[args.warm_up :] or rows
     names = sorted({name for row in steady for name in row if name.endswith("_time")})
     seconds = {
-        name.removeprefix("perf/"): _median([row.get(name, 0.0) for row in steady])
-        for name in names
+        name.removeprefix("perf/"): median([row.get(name, 0.0) for row in steady]) for name in names
     }
     lengths = [
         row["rollout/response_len/mean"] for row in steady if "rollout/response_len/mean" in row
     ]
     return {
-        **_speed(args, seconds["step_time"], _median(lengths)),
+        **_speed(args, seconds["step_time"], median(lengths)),
         "seconds": seconds,
         "raw": rows,
     }
@@ -308,7 +310,7 @@ def measure_slime(args: argparse.Namespace, model: Path, folder: Path) -> Row:
 
 def _speed(args: argparse.Namespace, step: float, length: float) -> Row:
     samples = args.prompts * args.samples
-    prompt = len(prompts(1)[0])
+    prompt = len(made_up_prompts(1)[0])
     return {
         "shape": str(args.model or args.shape),
         "step_seconds": step,
@@ -317,10 +319,6 @@ def _speed(args: argparse.Namespace, step: float, length: float) -> Row:
         "new_tokens_per_second": samples * length / step,
         "tokens_per_second": samples * (prompt + length) / step,
     }
-
-
-def _median(values: Sequence[float]) -> float:
-    return float(statistics.median(values)) if values else float("nan")
 
 
 def compare(rows: list[Row]) -> Row:

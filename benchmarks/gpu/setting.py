@@ -272,6 +272,11 @@ def reward(args: Any, sample: Sample) -> float:
     return float(sum(sample.tokens) % 2)
 
 
+def made_up_prompts(count: int) -> list[str]:
+    """Texts of which the byte tokenizer makes the same number of tokens."""
+    return [f"Tell me about the number {i:06d}. " * 4 for i in range(count)]
+
+
 def run_training(
     script: str,
     args: argparse.Namespace,
@@ -299,10 +304,7 @@ def run_training(
     """
     data = folder / "prompts.jsonl"
     if rows is None:
-        rows = (
-            {"prompt": f"Tell me about the number {i:06d}. " * 4, "label": ""}
-            for i in range(4 * args.prompts)
-        )
+        rows = ({"prompt": text, "label": ""} for text in made_up_prompts(4 * args.prompts))
     length = args.new_tokens + prompt_tokens
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = {

@@ -1,4 +1,4 @@
-"""What verl's processes load for `peer_verl`: the reward, and two adjustments of the host.
+"""What verl's processes load for `peer_verl`: the reward, and an adjustment of transformers.
 
 As VERL_USE_EXTERNAL_MODULES=verl_side every process of verl imports this file. transformers hands
 flash-attn-4 the longest length of a micro-batch as a tensor; its kernels count with an int, and

@@ -274,7 +274,8 @@ class HfReader:
         found = [sorted((n for n in self._file_of if n.endswith(end)), key=len) for end in ends]
         if not all(found) or self._framework == "np" or self._as_trunk:
             return
-        embedding, output = found[0][0], found[1][0]
+        embedding = found[0][0]
+        output = found[1][0]
         pair = self._stored(embedding), self._stored(output)
         if pair[0].shape == pair[1].shape:
             parts = (slice(0, 64), slice(-64, None))

@@ -165,7 +165,8 @@ class SimulatedEngine:
         self.advance(now)
         left = [one for one in self._waiting if one.group in groups]
         self._waiting = deque(one for one in self._waiting if one.group not in groups)
-        running, self._running = self._running, []
+        running = self._running
+        self._running = []
         for end, request in running:
             if request.group not in groups:
                 self._running.append((end, request))

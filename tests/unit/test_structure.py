@@ -26,7 +26,7 @@ FILES = read_package(ROOT / "slime")
 BUDGETS = {
     "agents": 1_619,
     "algorithms": 1_408,  # four estimators, sampling masks, divergences, formulas for the docs
-    "checkpoints": 4_971,  # MXFP4, reward models, names of PEFT, adapters of a critic
+    "checkpoints": 4_972,  # MXFP4, reward models, names of PEFT, adapters of a critic
     "cli": 2_766,  # plan, launch, compare, images in a chat, flags and adapters without effect
     "cluster": 4_895,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
     "compat": 1_374,
@@ -35,7 +35,7 @@ BUDGETS = {
     "embedded": 5_916,  # attention within images, sinks, stacks of experts, queries that grow
     "engines": 4_615,  # sessions and ranks of newer SGLang, pictures, overrides without effect
     "environments": 407,
-    "forecast": 916,  # over-sampling and partial rollouts
+    "forecast": 917,  # over-sampling and partial rollouts
     ".": 1_593,  # names and forms of secrets
     "memory": 1_988,  # host memory part by part, towers, one base of two roles, masks, drafts
     "models": 5_897,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
