@@ -4,6 +4,7 @@ and the driver's handle of it."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import time
@@ -311,6 +312,7 @@ class RolloutActor:
             Metrics of the engines' requests since the last call.
         """
         self.source.mark_consumed(self._groups_of.pop(rollout_id, []))
+        gc.collect()  # samples in cycles of users' code; see `freeze_gc`
         await self._wait_until_recorded()
         if self.references is not None:
             await asyncio.to_thread(self.references.add, trained)

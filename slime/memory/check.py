@@ -176,7 +176,10 @@ def _starved(plan: MemoryPlan, override: str) -> UserError:
 
 
 def _host_full(plan: MemoryPlan, override: str) -> UserError:
-    tried = [(change.text, node_memory(change.facts).total) for change in host_changes(plan.facts)]
+    gpu = plan.device.nbytes
+    tried = [
+        (change.text, node_memory(change.facts, gpu).total) for change in host_changes(plan.facts)
+    ]
     useful = [(text, total) for text, total in tried if total < plan.host.total]
     enough = [(text, total) for text, total in useful if total <= plan.host_limit]
     lines = [f"{text}: {gb(total)} GB" for text, total in enough or useful]

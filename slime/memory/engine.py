@@ -37,12 +37,14 @@ class EngineSettings(EngineFootprint):
         longest: tokens of the longest sequence, prompt and response.
         adapters: the adapters that the engine serves; None: none.
         quantisation: of the weights in --hf-checkpoint; None: not quantised.
+        returns_routes: it reports the experts of each token (--use-rollout-routing-replay).
     """
 
     spec: ModelSpec
     longest: int
     adapters: AdapterConfig | None = None
     quantisation: Quantisation | None = None
+    returns_routes: bool = False
 
     @staticmethod
     def of(
@@ -57,6 +59,7 @@ class EngineSettings(EngineFootprint):
             longest=longest,
             adapters=AdapterConfig.of(config),
             quantisation=quantisation,
+            returns_routes=config.train.use_rollout_routing_replay,
         )
 
     @cached_property
@@ -143,6 +146,13 @@ class EngineSettings(EngineFootprint):
                 inputs, state = mixer.state(self.spec, self.attention)
                 held += inputs * self.element + state * FLOAT32_BYTES
         return held * (1 + self.state_copies)
+
+    @property
+    def routes_per_token(self) -> float:
+        """Bytes of host memory for the experts of a token, which are int32 in all layers."""
+        if not self.returns_routes:
+            return 0.0
+        return float(4 * self.spec.num_layers * int(self.spec.transformer["moe_router_topk"]))
 
     def static_fraction(self, memory: float) -> float:
         """Fraction of a device of ``memory`` bytes for weights and KV cache: the user's choice, or

@@ -110,6 +110,7 @@ class Facts:
         engine_backup: sleeping engines keep their weights in host memory.
         engine_keeps_weights: sleeping engines keep them on the GPU.
         critic: a critic on GPUs of its own.
+        rollout_tokens: maximum number of tokens in the samples of all rollouts under way.
     """
 
     trainer: TrainerSettings | None
@@ -126,6 +127,7 @@ class Facts:
     engine_keeps_weights: bool = False
     critic: TrainerSettings | None = None
     critics_beside: int = 0
+    rollout_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ class MemoryPlan:
         if not device.on_gpu:
             return MemoryPlan(facts, device, (host_phase(facts),), notes=notes)
         phases = tuple(gpu_phases(facts, device.nbytes))
-        return MemoryPlan(facts, device, phases, node_memory(facts), notes)
+        return MemoryPlan(facts, device, phases, node_memory(facts, device.nbytes), notes)
 
     @property
     def limit(self) -> float:
@@ -238,6 +240,10 @@ def facts_of(config: Config, *, on_gpu: bool, flash4: bool = True) -> Facts:
             placement.num_critic,
             others if cluster.colocate else max(0, others - placement.num_rollout),
         ),
+        rollout_tokens=longest
+        * config.rollout.rollout_batch_size
+        * config.rollout.n_samples_per_prompt
+        * (1 + config.sync.async_buffer_size),
         server_groups=config.engine.sglang_config is not None,
         # weights that no push restores after a sleep
         engine_backup=bool(cluster.offload_rollout_weights)
@@ -477,7 +483,7 @@ def _push(
     )
 
 
-def node_memory(facts: Facts) -> Phase:
+def node_memory(facts: Facts, gpu_bytes: float) -> Phase:
     """Maximum host memory of a node with trainer ranks. All its ranks may be of the stage that
     needs most."""
     trainer = facts.trainer
@@ -501,6 +507,12 @@ def node_memory(facts: Facts) -> Phase:
         uses.append(Use("engine", "processes", count * ENGINE_PROCESS_BYTES))
         if facts.engine_backup:
             uses.append(Use("engine", "weights asleep", count * facts.engine.weights))
+        if facts.engine.routes_per_token:
+            cached = count * facts.engine.kv_tokens(gpu_bytes)
+            routes = facts.engine.routes_per_token
+            uses.append(Use("engine", "experts of cached tokens", cached * routes))
+            # in the rollout process and in Ray's object store
+            uses.append(Use("run", "experts of samples", 2 * facts.rollout_tokens * routes))
         if facts.engine.draft and facts.engine_sleeps and not facts.engine_keeps_weights:
             uses.append(Use("engine", "weights of the draft asleep", count * facts.engine.draft))
     return Phase("host", "all", tuple(uses))

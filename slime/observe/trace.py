@@ -145,6 +145,7 @@ def span(samples: Sample | Sequence[Sample], name: str, **attrs: Any) -> Iterato
     finally:
         _current.reset(token)
         opened._record("span_end", now(), opened._attrs)
+        opened._samples = []  # timers of asyncio keep the context, and the span in it, for hours
 
 
 def event(samples: Sample | Sequence[Sample], name: str, **attrs: Any) -> None:

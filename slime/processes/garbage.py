@@ -14,7 +14,9 @@ def freeze_gc(*, many_samples: bool = False) -> None:
 
     Args:
         many_samples: the process handles thousands of samples at once. The collector then runs
-            after 50,000 new objects instead of 700, since samples form no cycles.
+            after 50,000 new objects instead of 700, since our code puts no sample into a cycle. A
+            full collection comes after millions of objects, so the caller makes one per rollout
+            for the cycles of users' code.
     """
     gc.collect()
     gc.freeze()

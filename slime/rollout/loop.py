@@ -282,6 +282,9 @@ class RolloutLoop:
                     yield state
                 finally:
                     self._running[evaluation].remove(state)
+                    counted = state.progress()
+                    state.progress = lambda: counted  # what counted them holds all samples
+                    state.waits = str
                     self._last = state
 
     # -- training ----------------------------------------------------------------------------------

@@ -327,6 +327,9 @@ class GroupRunner:
                         trajectory.task = own
             except BaseExceptionGroup as errors:  # only errors that must stop the run arrive here
                 raise errors.exceptions[0] from None
+            finally:
+                for trajectory in group.trajectories:
+                    trajectory.task = None  # its context holds the trajectory
             is_unscored = group.is_generated and not group.is_scored
             if self.group_rm and is_unscored and group.failure is None:
                 await self._score_group(group)

@@ -126,7 +126,8 @@ def test_the_plan_counts_a_draft(policy: Path, tmp_path: Path) -> None:
     config = run_config(hf_checkpoint=str(policy), colocate=True, **flags)
     assert engine_of(config).footprint(config).draft == 2000
     facts = facts_of(config, on_gpu=True)
-    asleep = {use.what: use.nbytes for use in node_memory(facts).uses if use.owner == "engine"}
+    on_host = node_memory(facts, 141e9).uses
+    asleep = {use.what: use.nbytes for use in on_host if use.owner == "engine"}
     assert asleep["weights of the draft asleep"] == 2000
     gpu = 100e9
     plain = facts_of(run_config(hf_checkpoint=str(policy), colocate=True), on_gpu=True)

@@ -452,6 +452,35 @@ def test_offloaded_states_are_in_host_memory(folders: dict[str, Path]) -> None:
     assert owned(half.peak, "trainer")["optimizer moments"] == moments / 2
 
 
+def test_host_memory_of_a_whole_mixture_of_experts_is_as_measured(
+    folders: dict[str, Path],
+) -> None:
+    """On four H200, 2026-11-28: 377.4 GB were in use at the end of the first step."""
+    flags: dict[str, Any] = {
+        "colocate": True,
+        "actor_num_gpus_per_node": 4,
+        "num_gpus_per_node": 4,
+        "rollout_num_gpus_per_engine": 2,
+        "expert_model_parallel_size": 4,
+        "expert_tensor_parallel_size": 1,
+        "optimizer_cpu_offload": True,
+        "exp_avg_dtype": "bf16",
+        "exp_avg_sq_dtype": "bf16",
+        "rollout_batch_size": 32,
+        "n_samples_per_prompt": 8,
+        "rollout_max_context_len": 2304,
+        "sglang_mem_fraction_static": 0.75,
+    }
+    plain = plan_of(folders[MOE], 150.8, **flags)
+    plan = plan_of(folders[MOE], 150.8, **flags, use_rollout_routing_replay=True)
+    assert plan.host.total == pytest.approx(377.4e9, rel=0.05)
+    tokens = plan.facts.engine.kv_tokens(150.8e9) if plan.facts.engine else 0
+    assert tokens == pytest.approx(1_639_118, rel=0.03)  # of the engine's log
+    routes = 4 * 48 * 8
+    samples = 2 * 32 * 8 * 2304
+    assert plan.host.total - plain.host.total == (4 * tokens + samples) * routes
+
+
 def test_a_host_that_is_too_small_is_refused(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

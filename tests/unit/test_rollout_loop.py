@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import importlib
 import logging
+import weakref
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,50 @@ def test_a_batch_is_sorted_scored_and_deterministic() -> None:
             1.0,
         )
     assert [group.index for group in outputs[0].samples] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"deterministic_rollout": False, "over_sampling_batch_size": 8, "partial_rollout": True},
+        {"custom_generate_function_path": HOOKS + "two_turns"},
+        {"custom_generate_function_path": HOOKS + "fan_out"},
+        {"eval_prompt_data": True},
+    ],
+)
+def test_samples_are_freed_with_their_rollout_and_need_no_garbage_collector(
+    flags: dict[str, Any], tmp_path: Path
+) -> None:
+    """Samples may hold megabytes each (routes of experts), and the collector counts objects only:
+    in a cycle they would stay for dozens of steps."""
+    if "eval_prompt_data" in flags:
+        data = tmp_path / "eval.jsonl"
+        data.write_text('{"prompt": "p", "label": "1"}\n' * 2)
+        flags = {"eval_prompt_data": ["held-out", str(data)], "input_key": "prompt"}
+
+    async def test(loop: RolloutLoop, engine: FakeEngine) -> None:
+        await loop.start()
+        for rollout_id in range(2):
+            if flags.get("eval_prompt_data"):
+                scored = await loop.evaluate(rollout_id)
+                samples = [s for found in scored.data.values() for s in found["samples"]]
+                del scored
+            else:
+                output = await loop.generate_batch(rollout_id)
+                samples = [sample for group in output.samples for sample in group.samples]
+                del output
+            held = [weakref.ref(sample) for sample in samples]
+            del samples
+            await asyncio.sleep(0.01)  # tasks that are done let go of their results
+            assert held and not [sample for sample in held if sample() is not None]
+
+    gc.collect()
+    gc.disable()
+    try:
+        with_loop(test, **flags)
+    finally:
+        gc.enable()
 
 
 def test_a_reward_key_for_rewards_that_are_numbers_is_warned_of_once(
