@@ -161,16 +161,18 @@ def chunked(
     b = runs.padded(beta.to(dtype)[..., None])
     # float64, as the gradient of a decay is a difference of nearly equal sums over a chunk
     total = runs.padded(decay.double()[..., None])[..., 0].cumsum(-1)
-    ones = torch.ones(runs.size, runs.size, dtype=torch.bool, device=v.device)
-    gaps = (total[..., :, None] - total[..., None, :]).masked_fill(~ones.tril(), -torch.inf)
-    fading = gaps.exp().to(dtype)
+    # the diagonal is constant: its gradient would be added to both sums and hide small decays
+    above = torch.ones(runs.size, runs.size, dtype=torch.bool, device=v.device).triu()
+    gaps = (total[..., :, None] - total[..., None, :]).masked_fill(above, -torch.inf)
+    fading = gaps.to(dtype).exp()
     kept = total.exp()[..., None].to(dtype)
     overlap = _repeated(k @ k.transpose(-1, -2), repeats) * fading
-    read = _repeated(q @ k.transpose(-1, -2), repeats) * fading
+    own = torch.eye(runs.size, dtype=dtype, device=v.device)
+    read = _repeated(q @ k.transpose(-1, -2), repeats) * (fading + own)
     q = _repeated(q, repeats)
     k = _repeated(k, repeats)
     writes = torch.linalg.solve_triangular(
-        (b * overlap).tril(-1),
+        b * overlap,
         torch.cat([b * v, b * kept * k], dim=-1),
         upper=False,
         unitriangular=True,
