@@ -161,14 +161,12 @@ def chunked(
     b = runs.padded(beta.to(dtype)[..., None])
     # float64, as the gradient of a decay is a difference of nearly equal sums over a chunk
     total = runs.padded(decay.double()[..., None])[..., 0].cumsum(-1)
-    # the diagonal is constant: its gradient would be added to both sums and hide small decays
-    above = torch.ones(runs.size, runs.size, dtype=torch.bool, device=v.device).triu()
-    gaps = (total[..., :, None] - total[..., None, :]).masked_fill(above, -torch.inf)
+    # without the diagonal, whose gradient is in both sums and would hide that of a small factor
+    gaps = (total[..., :, None] - total[..., None, :]).tril(-1)
     fading = gaps.to(dtype).exp()
     kept = total.exp()[..., None].to(dtype)
-    overlap = _repeated(k @ k.transpose(-1, -2), repeats) * fading
-    own = torch.eye(runs.size, dtype=dtype, device=v.device)
-    read = _repeated(q @ k.transpose(-1, -2), repeats) * (fading + own)
+    overlap = _repeated(k @ k.transpose(-1, -2), repeats) * fading  # read below the diagonal only
+    read = (_repeated(q @ k.transpose(-1, -2), repeats) * fading).tril()
     q = _repeated(q, repeats)
     k = _repeated(k, repeats)
     writes = torch.linalg.solve_triangular(
@@ -309,12 +307,12 @@ class CausalConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, reads: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weight, reads)
-        return F.silu(_convolved(_with_zeros(_wide(rows)), _wide(weight), reads))
+        return F.silu(_convolved(_wide(_with_zeros(rows)), _wide(weight), reads))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, weight, reads = ctx.saved_tensors
-        extended = _with_zeros(_wide(rows))
+        extended = _wide(_with_zeros(rows))
         wide_weight = _wide(weight)
         before = _convolved(extended, wide_weight, reads)
         grad = torch.ops.aten.silu_backward(grad, before)
