@@ -300,6 +300,8 @@ class Scheduler:
             wanted.add(end - 1)
             self._branches.pop(sequence, None)
         borders = {start + (position - start) // CHUNK * CHUNK for position in wanted}
+        if end < sequence.length <= end + CHUNK:  # the rest of the prompt has no border of its own
+            borders.add(end)
         return tuple(sorted(border for border in borders if border > start))
 
     def _forward_prefill(

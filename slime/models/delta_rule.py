@@ -161,16 +161,16 @@ def chunked(
     b = runs.padded(beta.to(dtype)[..., None])
     # float64, as the gradient of a decay is a difference of nearly equal sums over a chunk
     total = runs.padded(decay.double()[..., None])[..., 0].cumsum(-1)
-    ones = torch.ones(runs.size, runs.size, dtype=torch.bool, device=v.device)
-    gaps = (total[..., :, None] - total[..., None, :]).masked_fill(~ones.tril(), -torch.inf)
-    fading = gaps.exp().to(dtype)
+    # without the diagonal, whose gradient is in both sums and would hide that of a small factor
+    gaps = (total[..., :, None] - total[..., None, :]).tril(-1)
+    fading = gaps.to(dtype).exp()
     kept = total.exp()[..., None].to(dtype)
-    overlap = _repeated(k @ k.transpose(-1, -2), repeats) * fading
-    read = _repeated(q @ k.transpose(-1, -2), repeats) * fading
+    overlap = _repeated(k @ k.transpose(-1, -2), repeats) * fading  # read below the diagonal only
+    read = (_repeated(q @ k.transpose(-1, -2), repeats) * fading).tril()
     q = _repeated(q, repeats)
     k = _repeated(k, repeats)
     writes = torch.linalg.solve_triangular(
-        (b * overlap).tril(-1),
+        b * overlap,
         torch.cat([b * v, b * kept * k], dim=-1),
         upper=False,
         unitriangular=True,
@@ -237,7 +237,7 @@ def _repeated(x: Tensor, repeats: int) -> Tensor:
 def normalised(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """Scale queries and keys [tokens, heads, width] to norm 1 (queries: width^−½), in float32 or
     wider."""
-    q, k = (_unit(x.to(torch.promote_types(x.dtype, torch.float32))) for x in (query, key))
+    q, k = (_unit(_wide(x)) for x in (query, key))
     return q * query.size(-1) ** -0.5, k
 
 
@@ -297,8 +297,8 @@ def reached(lengths: Sequence[int], parents: Sequence[int], width: int) -> Tenso
 
 
 class CausalConv(torch.autograd.Function):
-    """silu of a depthwise convolution over the rows that each token reads. For the backward pass it
-    saves only the inputs.
+    """silu of a depthwise convolution over the rows that each token reads, in float32 or wider. For
+    the backward pass it saves only the inputs.
 
     Args of ``apply``: rows [rows, channels]; weight [channels, width]; reads int64 [width, tokens]
     as from `reached`, where the number of rows stands for zeros. Returns [tokens, channels].
@@ -307,20 +307,21 @@ class CausalConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, reads: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weight, reads)
-        return F.silu(_convolved(_with_zeros(rows), weight, reads))
+        return F.silu(_convolved(_wide(_with_zeros(rows)), _wide(weight), reads))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, weight, reads = ctx.saved_tensors
-        extended = _with_zeros(rows)
-        before = _convolved(extended, weight, reads)
+        extended = _wide(_with_zeros(rows))
+        wide_weight = _wide(weight)
+        before = _convolved(extended, wide_weight, reads)
         grad = torch.ops.aten.silu_backward(grad, before)
         grad_rows = torch.zeros_like(extended)
-        grad_weight = torch.empty_like(weight)
+        grad_weight = torch.empty_like(wide_weight)
         for j, index in enumerate(reads):
-            grad_rows.index_add_(0, index, grad * weight[:, j])
+            grad_rows.index_add_(0, index, grad * wide_weight[:, j])
             grad_weight[:, j] = (grad * extended.index_select(0, index)).sum(0)
-        return grad_rows[:-1], grad_weight, None
+        return grad_rows[:-1].to(rows.dtype), grad_weight.to(weight.dtype), None
 
 
 def convolved_step(window: Tensor, weight: Tensor) -> Tensor:
@@ -330,10 +331,17 @@ def convolved_step(window: Tensor, weight: Tensor) -> Tensor:
         window: [sequences, channels, width], the inputs of the convolution, oldest first.
         weight: [channels, width].
     """
+    window = _wide(window)
+    weight = _wide(weight)
     total = window[..., 0] * weight[:, 0]
     for j in range(1, weight.size(1)):  # the order of additions does not depend on the batch size
         total.addcmul_(window[..., j], weight[:, j])
     return F.silu(total)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return ``x`` in float32 or wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _with_zeros(rows: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from slime.models.delta_rule import (
     CausalConv,
     TokenRuns,
     chunked,
+    convolved_step,
     decay_of,
     gated_norm,
     normalised,
@@ -60,6 +61,16 @@ def inputs(tokens: int, heads: int, repeats: int, dtype: torch.dtype) -> Inputs:
     return query, key, value, decay, draw(tokens, heads * repeats).sigmoid()
 
 
+def one_by_one(arguments: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs of one run by the definition of the rule, and its final state."""
+    rows = []
+    for token in range(len(arguments[0])):
+        q, k, v, g, b = (x[token, None] for x in arguments)
+        row, state = recurrent_step(q, k, v, g, b, state)
+        rows.append(row)
+    return torch.cat(rows), state
+
+
 @settings(max_examples=12, deadline=None)
 @given(LENGTHS, st.sampled_from([1, 2, 3]), st.sampled_from([None, 16, 64]))
 def test_chunks_give_what_one_token_after_the_other_gives(
@@ -70,11 +81,10 @@ def test_chunks_give_what_one_token_after_the_other_gives(
     output, finals = chunked(*arguments, TokenRuns.of(lengths, size=size), initial)
     start = 0
     for number, length in enumerate(lengths):
-        state = initial[number, None]
-        for token in range(start, start + length):
-            q, k, v, g, b = (x[token, None] for x in arguments)
-            expected, state = recurrent_step(q, k, v, g, b, state)
-            torch.testing.assert_close(output[token, None], expected, atol=1e-11, rtol=0)
+        run = slice(start, start + length)
+        q, k, v, g, b = (x[run] for x in arguments)
+        expected, state = one_by_one((q, k, v, g, b), initial[number, None])
+        torch.testing.assert_close(output[run], expected, atol=1e-11, rtol=0)
         torch.testing.assert_close(finals[number, None], state, atol=1e-11, rtol=0)
         start += length
 
@@ -87,18 +97,94 @@ def test_float32_is_as_exact_as_float32_can_be() -> None:
     torch.testing.assert_close(ours.double(), expected, atol=1e-5, rtol=0)
 
 
-def test_gradients_of_decays_are_as_exact_as_float32_can_be() -> None:
-    """Where a state fades fast they are small differences of large sums."""
+@pytest.mark.parametrize("decay", [-1e-6, -8.0, -50.0])
+def test_gradients_of_decays_are_as_exact_as_float32_can_be(decay: float) -> None:
+    """Where a state fades fast they are small differences of large sums, or 1e-22 beside 1."""
     found = []
     for dtype in (torch.float64, torch.float32):
         q, k, v, g, b = inputs(128, 2, 2, dtype)
-        leaf = torch.full_like(g, -8.0).requires_grad_()
-        output, _ = chunked(q, k, v, leaf, b, TokenRuns.of([128]))
+        leaf = torch.full_like(g, decay).requires_grad_()
+        if dtype == torch.float64:
+            output, _ = one_by_one((q, k, v, leaf, b), v.new_zeros(1, 4, 5, 7))
+        else:
+            output, _ = chunked(q, k, v, leaf, b, TokenRuns.of([128]))
         output.square().sum().backward()
         assert leaf.grad is not None
         found.append(leaf.grad.double())
     exact, ours = found
-    assert (ours - exact).abs().max() <= 2e-6 * exact.abs().max()
+    assert (ours - exact).abs().max() <= 4e-6 * exact.abs().max()
+
+
+SIZES = DeltaNetSizes(key_heads=2, per_key=2, key=32, value=24, conv=4)
+
+
+def layer(leaves: list[Tensor], lengths: list[int], in_chunks: bool) -> Tensor:
+    """Everything between the projections of a layer, with the rule in chunks or by definition."""
+    mixed, scalars, gate, conv_weight, a_log, dt_bias, norm = leaves
+    runs = DeltaRuns.of([[length] for length in lengths], torch.device("cpu"))
+    if in_chunks:
+        output = _with_torch(mixed, scalars, conv_weight, a_log, dt_bias, runs, SIZES)
+        return gated_norm(output, gate, norm, 1e-6)
+    convolved = CausalConv.apply(mixed.flatten(1), conv_weight, runs.reads(4))
+    query, key, value = delta_net._heads(convolved, 2, SIZES)
+    arguments = (*normalised(query, key), value, *delta_net._gates(scalars, a_log, dt_bias, SIZES))
+    start = value.new_zeros(1, 4, 32, 24)
+    samples = zip(*(x.split(lengths) for x in arguments))
+    output = torch.cat([one_by_one(sample, start)[0] for sample in samples])
+    return gated_norm(output, gate, norm, 1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 6e-3)])
+def test_every_gradient_of_a_layer_is_as_exact_as_its_dtype(
+    dtype: torch.dtype, bound: float
+) -> None:
+    """Packed samples that end within chunks and at their borders; a head whose state fades by e^-50
+    per token, a head that forgets nothing, and two between."""
+    lengths = [64, 7, 65]
+    total = sum(lengths)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    given = [
+        draw(total, 2, SIZES.mixed // 2),
+        draw(total, 2, 4),
+        draw(total, 4, 24),
+        draw(SIZES.mixed, 4),
+        torch.tensor([3.7, -100.0, 0.0, -3.0]),
+        torch.tensor([1.0, 1.0, -2.0, 0.0]),
+        draw(24),
+    ]
+    stored = [x if x.ndim == 1 else x.to(dtype) for x in given]
+    up = draw(total, 4, 24).double()
+    results = []
+    for in_chunks in (False, True):
+        leaves = [(x if in_chunks else x.double()).detach().requires_grad_() for x in stored]
+        output = layer(leaves, lengths, in_chunks)
+        results.append([output, *torch.autograd.grad((output.double() * up).sum(), leaves)])
+    for exact, ours in zip(*results, strict=True):
+        assert ours.isfinite().all()
+        assert (ours.double() - exact).abs().max() <= bound * exact.abs().max()
+
+
+def test_products_of_the_convolution_are_not_rounded_to_bfloat16() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(9, 6, generator=generator).bfloat16()
+    weight = torch.randn(6, 4, generator=generator).bfloat16()
+    reads = reached([7, 2], [-1, -1], 4)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        leaves = [x.to(dtype).requires_grad_() for x in (rows, weight)]
+        output = CausalConv.apply(*leaves, reads)
+        found.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
+    (output, *exact), (ours, *gradients) = found
+    assert torch.equal(ours, output)
+    for one, other in zip(gradients, exact):
+        assert torch.equal(one, other.bfloat16())
+    window = torch.stack([rows[3:7].t(), rows[1:5].t()])
+    steps = convolved_step(window, weight)
+    assert torch.equal(steps, output[[6, 4]].detach())
 
 
 @settings(max_examples=10, deadline=None)

@@ -88,6 +88,21 @@ def test_a_prompt_continues_from_where_a_state_was_kept(
         check(reference, sequence)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_state_is_kept_where_a_prefill_was_split_near_its_end(
+    directory: Path, reference: torch.nn.Module, deterministic: bool
+) -> None:
+    scheduler = make_scheduler(
+        directory, prefill_tokens=2 * CHUNK, max_length=400, deterministic=deterministic
+    )
+    prompts = [prompt_of(150, 0), prompt_of(150, 0)[:140] + prompt_of(30, 1)]
+    sequences = [make_sequence(prompt, max_new_tokens=2) for prompt in prompts]
+    for sequence in sequences:
+        run(scheduler, [sequence])
+        check(reference, sequence)
+    assert cached(sequences) == [0, 2 * CHUNK]
+
+
 def test_prompts_that_wait_together_share_what_they_have_in_common(
     directory: Path, reference: torch.nn.Module
 ) -> None:
