@@ -234,7 +234,9 @@ class TemplateForm:
         if key is None and "tool_calls" in message:
             key = self.calls_reasoning_key
         if thought.text and key:
-            answer[key] = thought.text.strip("\n")
+            # empty marks are kept where the template has the same ones
+            if thought.text.strip() or self.thinks_inline:
+                answer[key] = thought.text.strip("\n")
             content = thought.answer
         elif thought.text and self.thinking_parts:
             content = [{"type": "thinking", "thinking": thought.text.strip("\n")}]
@@ -471,11 +473,17 @@ def _inline_thought(content: str) -> ReasonedAnswer:
     for begin, end in REASONING_MARKS:
         before, found, after = content.partition(end)
         # the opening mark may be missing: prompts of some models end with it
-        if found and (before.lstrip().startswith(begin) or begin not in before):
+        is_alone = begin not in before and not _is_mentioned(before, after)
+        if found and (before.lstrip().startswith(begin) or is_alone):
             answer = after.lstrip("\n")
             gap = after[: len(after) - len(answer)]
             return ReasonedAnswer(before.lstrip().removeprefix(begin), answer, (begin, end), gap)
     return ReasonedAnswer("", content)
+
+
+def _is_mentioned(before: str, after: str) -> bool:
+    """Whether a mark between two texts is a word of a sentence, as in "close it with `</think>`."."""
+    return bool(re.search(r"[ \t`'\"(]$", before) and re.match(r"[ \t`'\",.;:)]", after))
 
 
 def render_prompt(
