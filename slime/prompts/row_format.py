@@ -41,8 +41,20 @@ from slime.prompts.images import (
     read_teacher_prompt,
 )
 from slime.prompts.labels import compares_labels, read_label
-from slime.prompts.preference_rows import PreferenceColumns, count_images, holds_text, with_prompt
+from slime.prompts.preference_rows import (
+    PreferenceColumns,
+    count_images,
+    holds_text,
+    odd_pair,
+    with_prompt,
+)
 from slime.prompts.problems import NEVER, RowProblem, missing_key
+from slime.prompts.text_remarks import (
+    is_untemplated,
+    remarks_on_answers,
+    remarks_on_text,
+    repeated_message,
+)
 from slime.samples.media import IMAGES
 from slime.user_code.overrides import follows_old_plugin
 
@@ -254,8 +266,15 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
         keys |= unread_part_keys(conversation[0] if conversation else [])
     rendered = prompt
     remarks = [*_odd_messages(messages or []), *_unread_parts(row, columns, prompt, form)]
-    if form.raw and isinstance(prompt, str) and isinstance(label, str):
-        remarks += _repeated(prompt, [label])
+    remarks += _remarks_on_words(prompt, [label] if form.raw else [], form, tokenizer)
+    if tools and isinstance(prompt, str) and not form.apply_chat_template and not form.own_reward:
+        remarks.append(
+            RowProblem(
+                "have tools beside a prompt that is plain text, in which nothing writes them",
+                fix="write them into the prompt, or pass --apply-chat-template",
+                refuse_at=NEVER,
+            )
+        )
     if form.apply_chat_template and not form.raw:
         try:
             rendered = render_prompt(tokenizer, prompt, tools=tools or None, **form.template_kwargs)
@@ -269,6 +288,33 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
     found = Prompt(rendered, [], label, metadata, prompt, columns, tuple(sorted(keys)))
     found.remarks = remarks
     return _with_images(found, row, form, parts)
+
+
+def _remarks_on_words(
+    prompt: str | Messages, answers: list[Any], form: RowFormat, tokenizer: Any
+) -> list[RowProblem]:
+    """
+    Args:
+        answers: those that are trained on.
+    """
+    is_templated = form.apply_chat_template or (form.raw and isinstance(prompt, list))
+    reads_images = form.images is not None
+    found = list(
+        remarks_on_text(
+            prompt, answers, tokenizer, is_templated=is_templated, reads_images=reads_images
+        )
+    )
+    if form.raw:
+        found += remarks_on_answers(prompt, [one for one in answers if isinstance(one, str | list)])
+        if not form.apply_chat_template and is_untemplated(prompt, tokenizer):
+            found.append(
+                RowProblem(
+                    "have a prompt that is plain text, and are trained without the chat template",
+                    fix="pass --apply-chat-template, if the model is to answer chats",
+                    refuse_at=NEVER,
+                )
+            )
+    return found
 
 
 def left_out(roles: list[str], tools: list[str]) -> list[RowProblem]:
@@ -321,6 +367,15 @@ def _odd_messages(messages: Messages) -> list[RowProblem]:
                 refuse_at=NEVER,
             )
         )
+    if text := repeated_message(messages):
+        found.append(
+            RowProblem(
+                "have a message that repeats the one before it",
+                f"the first: {text!r}",
+                "remove one of them",
+                refuse_at=NEVER,
+            )
+        )
     if result := misplaced_result(messages):
         found.append(
             RowProblem(
@@ -339,8 +394,6 @@ def _odd_messages(messages: Messages) -> list[RowProblem]:
 _PROMPT_COLUMNS = {"system": None, "system_prompt": None, "input": "instruction"}
 #: Columns that hold what belongs to a prompt that is more than text.
 _MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
-#: Characters; an answer may begin with a shorter prompt by chance.
-_LEAST_REPEATED = 16
 
 
 def _unread_parts(
@@ -361,8 +414,30 @@ def _unread_parts(
         for name in unread
         if name in _MEDIA_COLUMNS and row[name] not in ("", [], {})
     ]
+    named = row.get("rm_type") if "rm_type" in unread else None
+    if named and not form.raw and named != (form.rm_type_of_all or form.rm_type):
+        media.append(
+            RowProblem(
+                "name a reward in the column 'rm_type', which nothing reads",
+                f"the first: {named!r:.80}",
+                "write it into the metadata, {'rm_type': …}",
+                refuse_at=NEVER,
+            )
+        )
     if isinstance(prompt, list) and prompt[0]["role"] in ("system", "developer"):
-        return media
+        told = str(prompt[0]["content"]).strip()
+        names = [name for name in unread if name in ("system", "system_prompt")]
+        others = [name for name in names if isinstance(row[name], str) and row[name].strip()]
+        return media + [
+            RowProblem(
+                f"have another system prompt in the column '{name}', which nothing reads",
+                f"the first: {row[name][:80]!r} beside {told[:80]!r}",
+                "keep the one that is meant",
+                refuse_at=NEVER,
+            )
+            for name in others
+            if row[name].strip() != told
+        ]
     return media + [
         RowProblem(
             f"have a part of the prompt in the column '{name}', which nothing reads",
@@ -374,21 +449,6 @@ def _unread_parts(
         if _PROMPT_COLUMNS.get(name, "") in (None, form.input_key)
         and isinstance(row[name], str)
         and row[name].strip()
-    ]
-
-
-def _repeated(prompt: str, answers: list[Any]) -> list[RowProblem]:
-    asked = prompt.strip()
-    is_repeated = all(str(answer).lstrip().startswith(asked) for answer in answers)
-    if len(asked) < _LEAST_REPEATED or not is_repeated:
-        return []
-    return [
-        RowProblem(
-            "have answers that begin with their prompt, which is then trained on twice",
-            f"the first: {str(answers[0])[:80]!r}",
-            "take the prompt out of the answers",
-            refuse_at=NEVER,
-        )
     ]
 
 
@@ -548,13 +608,22 @@ def _read_preference(
     if tools:
         metadata["tools"] = tools
     unread = _unread_columns(row, form, (*columns.names, column))
+    remarks = odd_pair(row, columns, answers)
     if isinstance(asked, str) and not holds_text(prompt, asked):
         unread = (*unread, str(column))
-    remarks = _unread_parts(row, unread, prompt, form)
-    if isinstance(prompt, str):
-        remarks += _repeated(prompt, list(answers.values()))
-    else:
-        remarks += _odd_messages(prompt)
+        remarks.append(
+            RowProblem(
+                f"have another prompt in the column '{column}' than in their answers, which are "
+                "whole conversations",
+                f"the first: {asked[:80]!r}",
+                "if it belongs to another row, the rows are mixed up; else remove the column",
+                refuse_at=NEVER,
+            )
+        )
+    remarks += _unread_parts(row, unread, prompt, form)
+    remarks += _remarks_on_words(prompt, list(answers.values()), form, tokenizer)
+    if isinstance(prompt, list):
+        remarks += [*_odd_messages(prompt), *_answered(prompt)]
     found = Prompt(prompt, [], answers | label, metadata, prompt, unread, remarks=remarks)
     given_parts = {name: one for name, one in parts.items() if one is not None}
     if form.images is not None and given_parts:

@@ -369,7 +369,9 @@ class SftEncoding:
         said = answered[len(head) :]
         if prompt is None:
             return _Turn(head, said)
-        if (turn := self._behind_rewritten(renderer, number, prompt, _Turn(head, said))) is not None:
+        if (
+            turn := self._behind_rewritten(renderer, number, prompt, _Turn(head, said))
+        ) is not None:
             return turn
         # earlier text may differ too: compare from the end of the previous message
         before = renderer.text_before(number)
@@ -534,7 +536,9 @@ class SftEncoding:
         is_same = tokens[:size] == ours.tokens
         if is_same:
             marked = [bit & both for bit, both in zip(marked, ours.mask)]
-        if 1 not in marked:
+        special = list(self._special.values())
+        said = _bare(self.trained_text(TrainedSequence(tokens, mask)), special)
+        if 1 not in marked or not said:
             raise UserError(
                 "the chat template marks none of the assistant's words with {% generation %}",
                 fix="mark the assistant's text and its end token, or use a template without "
@@ -546,8 +550,6 @@ class SftEncoding:
         found.lost_reasoning = sum(
             thought not in text for thought in renderer.thoughts() if thought
         )
-        special = list(self._special.values())
-        said = _bare(self.trained_text(TrainedSequence(tokens, mask)), special)
         meant = _bare(self.trained_text(ours), special)
         if said != meant:
             tell(
