@@ -482,7 +482,7 @@ def _inline_thought(content: str) -> ReasonedAnswer:
 
 
 def _is_mentioned(before: str, after: str) -> bool:
-    """Whether a mark between two texts is a word of a sentence, such as "close it with </think>."."""
+    """Whether a mark between two texts is a word of a sentence: "close it with </think>."."""
     return bool(re.search(r"[ \t`'\"(]$", before) and re.match(r"[ \t`'\",.;:)]", after))
 
 

@@ -33,6 +33,7 @@ from slime.prompts.preference_rows import PreferenceColumns
 from slime.prompts.problems import NEVER, Problems, RowProblem
 from slime.prompts.readers import Row, Rows, open_rows, split_slice
 from slime.prompts.row_format import Prompt, RowFormat, inputs_of, read_prompt
+from slime.prompts.text_remarks import is_untemplated
 from slime.prompts.tokenizer import with_opening
 from slime.samples.types import Sample
 
@@ -79,6 +80,7 @@ class Scan:
             of the shortest and the longest, and where the first is.
         templated, first_templated: how many prompts already carry the chat template, and where the
             first is.
+        untemplated: how many prompts are plain text that is trained without the chat template.
         unread: columns of rows, and keys of their messages, that nothing reads.
         seen: digest of each prompt → digest of its label, and where the first row with it is.
         are_pairs: the rows are preferences; ``seen`` has their answers too.
@@ -95,6 +97,7 @@ class Scan:
     first_too_long: str = ""
     templated: int = 0
     first_templated: str = ""
+    untemplated: int = 0
     problems: Problems = field(default_factory=Problems)
     unread: UnreadKeys = field(default_factory=UnreadKeys)
     seen: dict[int, tuple[int, str]] = field(default_factory=dict)
@@ -146,6 +149,7 @@ class Scan:
         self.first_too_long = self.first_too_long or other.first_too_long
         self.first_templated = self.first_templated or other.first_templated
         self.templated += other.templated
+        self.untemplated += other.untemplated
         self.problems.merge(other.problems)
         self.unread.merge(other.unread)
         self.are_pairs = self.are_pairs or other.are_pairs
@@ -197,9 +201,16 @@ class Scan:
         return [*found, *(f"{path}: {one}" for one in checker.unread_arguments())]
 
     def notes(self, path: str) -> list[str]:
-        """Notes on columns that nothing reads, which is usual and may still explain something."""
+        """Notes on columns that nothing reads and prompts without a template, which are usual and
+        may still explain something."""
         is_noted = self.unread.columns and not self.unread.keys
-        return [self.unread.warning(path, self.looked_at)] if is_noted else []
+        found = [self.unread.warning(path, self.looked_at)] if is_noted else []
+        if self.untemplated:
+            found.append(
+                f"{path}: {self.untemplated} of {self.looked_at} prompts are plain text, and are "
+                "trained without the tokenizer's chat template (--apply-chat-template applies it)"
+            )
+        return found
 
     def templated_warning(self, path: str, checker: Checker) -> str:
         """Warn of prompts that carry the chat template already; "" if there are none."""
@@ -249,6 +260,8 @@ class Checker:
             if self.markers and carries_template(prompt.bare, self.markers):
                 found.templated += 1
                 found.first_templated = found.first_templated or rows.where(position)
+            is_plain = self.form.raw and not self.form.apply_chat_template and not prompt.tokens
+            found.untemplated += is_plain and is_untemplated(prompt.bare, self.tokenizer)
             prompts.append((position, prompt))
         read = [prompt for _, prompt in prompts]
         judged = self.judge(read) if self.judge is not None else [[] for _ in read]

@@ -49,12 +49,7 @@ from slime.prompts.preference_rows import (
     with_prompt,
 )
 from slime.prompts.problems import NEVER, RowProblem, missing_key
-from slime.prompts.text_remarks import (
-    is_untemplated,
-    remarks_on_answers,
-    remarks_on_text,
-    repeated_message,
-)
+from slime.prompts.text_remarks import remarks_on_answers, remarks_on_text, repeated_message
 from slime.samples.media import IMAGES
 from slime.user_code.overrides import follows_old_plugin
 
@@ -306,14 +301,6 @@ def _remarks_on_words(
     )
     if form.raw:
         found += remarks_on_answers(prompt, [one for one in answers if isinstance(one, str | list)])
-        if not form.apply_chat_template and is_untemplated(prompt, tokenizer):
-            found.append(
-                RowProblem(
-                    "have a prompt that is plain text, and are trained without the chat template",
-                    fix="pass --apply-chat-template, if the model is to answer chats",
-                    refuse_at=NEVER,
-                )
-            )
     return found
 
 

@@ -348,8 +348,8 @@ class SftEncoding:
             turn = _in_opened_reasoning(turn, thought, found)
         said = self._up_to_end(turn.said, message)
         _check(said, message, thought, number)
-        indented = _INDENTED.match(thought.answer)
-        found.lost_indentation += bool(indented) and indented.group() not in said
+        if indented := _INDENTED.match(thought.answer):
+            found.lost_indentation += indented.group() not in said
         if thought.text.strip() and thought.text.strip() not in said:
             found.lost_reasoning += 1
         return _Turn(turn.prompt, said)

@@ -1,9 +1,10 @@
-"""Remarks on the words of a row: text that can be trained on and is rarely meant, because an export,
-a template or an escape went wrong before."""
+"""Remarks on the words of a row: text that can be trained on and is rarely meant, because an
+export, a template or an escape went wrong before."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -128,7 +129,7 @@ def is_untemplated(prompt: str | Messages, tokenizer: Any) -> bool:
 
 def repeated_message(messages: Messages) -> str:
     """The beginning of the first message that repeats the one before it; "" without one."""
-    for one, other in zip(messages, messages[1:], strict=False):
+    for one, other in itertools.pairwise(messages):
         is_same = one["role"] == other["role"] and one["content"] == other["content"]
         is_call = one["role"] == "tool" or one.get("tool_calls") or other.get("tool_calls")
         if is_same and one["content"].strip() and not is_call:
@@ -159,7 +160,7 @@ def _repeating(talk: Any) -> Iterator[str]:
     if not isinstance(talk, list):
         return
     messages = [one for one in talk if isinstance(one, Mapping) and "role" in one]
-    for one, other in zip(messages, messages[1:], strict=False):
+    for one, other in itertools.pairwise(messages):
         if (one["role"], other["role"]) == ("user", "assistant"):
             question, answer = (str(message.get("content")) for message in (one, other))
             if _begins_with(answer, question):
