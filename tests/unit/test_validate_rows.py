@@ -230,6 +230,75 @@ def test_answers_that_begin_with_their_prompt_are_told(tmp_path: Path, loss: str
     assert "1 of 2 rows have answers that begin with their prompt" in line
 
 
+SYSTEM = {"role": "system", "content": "be brief"}
+ASKED = {"role": "user", "content": "What is one and two?"}
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"input": "What is \x0crac{1}{2}?"}, "control characters where LaTeX commands were"),
+        ({"input": "one\ufffdtwo"}, "characters that an earlier conversion has lost"),
+        ({"input": r"One.\nTwo.\nThree."}, "line breaks that are written as a backslash and n"),
+        ({"input": "<image>What is it?"}, "have <image> in their prompt"),
+        ({"input": "[INST] 1+2= [/INST]"}, "the marks of another chat template"),
+        ({"input": "\n\nHuman: 1+2=\n\nAssistant:"}, "the marks of another chat template"),
+        ({"input": "1+2=", "rm_type": "gpqa"}, "name a reward in the column 'rm_type'"),
+        ({"input": [SYSTEM, SYSTEM, ASKED]}, "have a message that repeats the one before it"),
+        ({"input": [SYSTEM, ASKED], "system": "be long"}, "another system prompt in the column"),
+        ({"input": "1+2=\nAnswer: 3"}, "have a prompt that ends with its own answer"),
+        ({"input": "3"}, "have their prompt as the label"),
+    ],
+)
+def test_prompts_that_are_rarely_meant_are_told(
+    tmp_path: Path, row: dict[str, Any], told: str
+) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [GOOD, {"label": "3"} | row])
+    report = report_of(path, rm_type="math", apply_chat_template=True)
+    assert report.error is None
+    assert [told in line for line in report.warnings] == [True], report.warnings
+    usual = [{"input": [SYSTEM, ASKED], "label": "3", "system": "be brief"}, GOOD]
+    path = write_jsonl(tmp_path / "usual.jsonl", usual)
+    assert not report_of(path, rm_type="math", apply_chat_template=True).warnings
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "differs"),
+    [
+        ({"input": "1+2="}, {"input": " 1+2=\n"}, True),
+        ({"metadata": {"index": 1}}, {"metadata": {"index": 2}}, True),
+        ({"metadata": {"choices": ["a"]}}, {"metadata": {"choices": ["b"]}}, False),
+    ],
+)
+def test_a_prompt_with_two_labels_is_the_same_whatever_its_blanks_and_number(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any], differs: bool
+) -> None:
+    rows = [GOOD | first, GOOD | second | {"label": "4"}]
+    lines = report_of(write_jsonl(tmp_path / "rows.jsonl", rows), rm_type="math").warnings
+    assert ["have the prompt of an earlier row" in line for line in lines] == [True] * differs
+
+
+def test_labels_that_are_all_the_same_are_told(tmp_path: Path) -> None:
+    rows = [{"input": f"{number}", "label": "A"} for number in range(20)]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    assert "all 20 labels are 'A'" in report_of(path, rm_type="gpqa").warnings[0]
+    path = write_jsonl(tmp_path / "two.jsonl", [*rows, {"input": "x", "label": "B"}])
+    assert not report_of(path, rm_type="gpqa").warnings
+
+
+def test_evaluated_prompts_that_are_trained_are_told(tmp_path: Path) -> None:
+    rows = [{"input": f"{number}+1=", "label": str(number + 1)} for number in range(8)]
+    path = write_jsonl(tmp_path / "train.jsonl", rows)
+    asked = [row | {"input": [ASKED | {"content": f"{row['input']}\n"}]} for row in rows[6:]]
+    other = write_jsonl(tmp_path / "test.jsonl", [*asked, GOOD])
+    flags = {"eval_interval": 1, "eval_label_key": "label", "rm_type": "math"}
+    report = report_of(path, eval_prompt_data=["t", other], apply_chat_template=True, **flags)
+    (line,) = report.warnings
+    assert f"{other}: 2 of its 3 different prompts are in {path}" in line
+    report = report_of(path, eval_prompt_data=["t", f"{path}@[:4]"], **flags)
+    assert not report.warnings and "4 of its 4 different prompts" in report.notes[-1]
+
+
 @pytest.mark.parametrize("is_supervised", [False, True])
 def test_arguments_that_the_template_does_not_read_are_told(
     tmp_path: Path, is_supervised: bool
