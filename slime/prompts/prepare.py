@@ -53,6 +53,8 @@ _SLOW_CHECK = 20.0
 _ADDED = 64
 #: Fewest rows of which it is said that all have the same label.
 _FEW_LABELS = 20
+#: Fewest repeated prompts that are noted.
+_FEW_REPEATED = 20
 #: Keys of metadata that only name the row.
 _NAMES_A_ROW = re.compile(r"(?:^|_)(?:id|ids|idx|index|uid|uuid|row|number|split|source)$")
 #: Most prompts that are compared with those of later rows.
@@ -85,6 +87,7 @@ class Scan:
         seen: digest of each prompt → digest of its label, and where the first row with it is.
         are_pairs: the rows are preferences; ``seen`` has their answers too.
         asked: digest of each question → where the first row with it is.
+        num_asked: how many rows ``asked`` is of.
         one_label: the label of all rows so far; None if there are several, or none.
         num_labels: rows whose label a reward compares.
     """
@@ -103,6 +106,7 @@ class Scan:
     seen: dict[int, tuple[int, str]] = field(default_factory=dict)
     are_pairs: bool = False
     asked: dict[int, str] = field(default_factory=dict)
+    num_asked: int = 0
     one_label: str | None = None
     num_labels: int = 0
 
@@ -135,7 +139,8 @@ class Scan:
         self.one_label = text if self.one_label == text or not self.num_labels else None
         self.num_labels += count
 
-    def see_question(self, question: int, where: str) -> None:
+    def see_question(self, question: int, where: str, count: int = 1) -> None:
+        self.num_asked += count
         if len(self.asked) < _MOST_SEEN:
             self.asked.setdefault(question, where)
 
@@ -156,7 +161,8 @@ class Scan:
         if other.num_labels:
             self.see_label(other.one_label, other.num_labels)
         for question, where in other.asked.items():
-            self.see_question(question, where)
+            self.see_question(question, where, 0)
+        self.num_asked += other.num_asked
         for prompt, (label, where) in other.seen.items():
             self.see(prompt, label, where)
 
@@ -205,6 +211,12 @@ class Scan:
         may still explain something."""
         is_noted = self.unread.columns and not self.unread.keys
         found = [self.unread.warning(path, self.looked_at)] if is_noted else []
+        repeated = self.num_asked - len(self.asked)
+        if repeated >= _FEW_REPEATED and not self.are_pairs and len(self.asked) < _MOST_SEEN:
+            found.append(
+                f"{path}: {repeated} of {self.num_asked} prompts repeat an earlier one, so an "
+                "epoch asks them several times"
+            )
         if self.untemplated:
             found.append(
                 f"{path}: {self.untemplated} of {self.looked_at} prompts are plain text, and are "

@@ -213,6 +213,7 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
         raise missing_key(form.input_key, form.input_flag, row)
     value = row[form.input_key]
     metadata = _metadata(row, form)
+    of_teacher = _read_teacher_prompt(metadata, form)
     columns = _unread_columns(row, form)
     is_tokens = isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
     try:
@@ -247,7 +248,8 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
             text = tokenizer.decode(value) if tokenizer is not None else ""
         except OverflowError as error:
             raise RowProblem("have token ids that no vocabulary has", str(error)) from error
-        return _with_images(Prompt(text, value, label, metadata, "", columns), row, form, parts)
+        found = Prompt(text, value, label, metadata, "", columns, remarks=of_teacher)
+        return _with_images(found, row, form, parts)
     prompt = _text(value, form) if messages is None else messages
     if isinstance(prompt, str) and parts is not None:
         prompt = parts.text(prompt)
@@ -260,7 +262,11 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
         keys = unread_keys(messages, source, writes_names=writes_names)
         keys |= unread_part_keys(conversation[0] if conversation else [])
     rendered = prompt
-    remarks = [*_odd_messages(messages or []), *_unread_parts(row, columns, prompt, form)]
+    remarks = [
+        *of_teacher,
+        *_odd_messages(messages or []),
+        *_unread_parts(row, columns, prompt, form),
+    ]
     remarks += _remarks_on_words(prompt, [label] if form.raw else [], form, tokenizer)
     if tools and isinstance(prompt, str) and not form.apply_chat_template and not form.own_reward:
         remarks.append(
@@ -492,6 +498,42 @@ def _with_images(
         prompt.image_tokens = prompts.num_tokens(prompt.images)
     _check_teacher_prompt(prompt, form, parts.placeholder)
     return prompt
+
+
+def _read_teacher_prompt(metadata: dict[str, Any], form: RowFormat) -> list[RowProblem]:
+    """Replace the teacher's own prompt that is the JSON text of messages by the messages.
+
+    Returns:
+        A remark on a row that has none.
+    Raises:
+        RowProblem: it is neither text nor messages.
+    """
+    key = form.teacher_prompt_key
+    if key is None:
+        return []
+    given = metadata.get(key)
+    if given is None:
+        return [
+            RowProblem(
+                f"have no prompt for the teacher (metadata '{key}'), which sees the row's prompt",
+                f"the first has the metadata: {', '.join(map(str, metadata)) or 'none'}",
+                "check --opd-teacher-prompt-key, unless a function of yours adds it",
+                refuse_at=NEVER,
+            )
+        ]
+    try:
+        talk = conversation_in(given, key)
+    except ConversationError as error:
+        raise RowProblem(f"have {error.kind}", f"{error.where}: {error.detail}") from error
+    if talk is not None:
+        metadata[key] = talk[0]
+    elif not isinstance(given, str) or not given.strip():
+        raise RowProblem(
+            f"have a prompt for the teacher (metadata '{key}') that is neither text nor messages",
+            f"found {given!r:.80}",
+            "write text or messages, or leave it out",
+        )
+    return []
 
 
 def _check_teacher_prompt(prompt: Prompt, form: RowFormat, placeholder: str) -> None:

@@ -286,6 +286,32 @@ def test_labels_that_are_all_the_same_are_told(tmp_path: Path) -> None:
     assert not report_of(path, rm_type="gpqa").warnings
 
 
+def test_repeated_prompts_are_noted(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [GOOD] * 21)
+    assert "20 of 21 prompts repeat an earlier one" in report_of(path).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "told"),
+    [
+        ({"hint": "1+2= is 3"}, ""),
+        ({"hint": '[{"role": "user", "content": "1+2= is 3"}]'}, ""),
+        ({"hints": "1+2= is 3"}, "1 of 1 rows have no prompt for the teacher (metadata 'hint')"),
+        ({"hint": " "}, "that is neither text nor messages"),
+        ({"hint": [1, 2]}, "that is neither text nor messages"),
+    ],
+)
+def test_a_prompt_for_the_teacher_is_read(
+    tmp_path: Path, metadata: dict[str, Any], told: str
+) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [GOOD | {"metadata": metadata}])
+    flags = {"use_opd": True, "opd_teacher_load": "self", "opd_teacher_prompt_key": "hint"}
+    config = config_of(path, rm_type="math", ref_load="x", hf_checkpoint="x", **flags)
+    report = validate_data(config, TOKENIZER)
+    lines = [str(report.error)] if report.error else report.warnings
+    assert told in "".join(lines) and len(lines) == bool(told)
+
+
 def test_evaluated_prompts_that_are_trained_are_told(tmp_path: Path) -> None:
     rows = [{"input": f"{number}+1=", "label": str(number + 1)} for number in range(8)]
     path = write_jsonl(tmp_path / "train.jsonl", rows)
@@ -565,7 +591,7 @@ def test_the_rest_of_a_large_data_set_is_checked_beside_the_run(large: str, tmp_
     report = validate_data(config, TOKENIZER)
     assert (
         report.error is None
-        and "6000 of 21000 rows were checked" in report.notes[0]
+        and "6000 of 21000 rows were checked" in report.notes[-1]
         and not report.checked
     )
     said = queue.SimpleQueue[str]()
