@@ -16,22 +16,20 @@ from slime.prompts.problems import NEVER, RowProblem
 #: Control characters in place of LaTeX commands: JSON and Python read \f, \t, \b, \r, \v and \a as
 #: one character.
 _EATEN = re.compile(
-    r"\x0c(?:rac|orall|lat|box|rown)|\x08(?:eta|egin|oxed|ar|inom|f|mod|ullet|ig|oldsymbol|ot)"
-    r"|\t(?:heta|imes|ext|frac|au|an|riangle|ilde|herefore|o)(?![a-z])|\r(?:ho|ight|angle)(?![a-z])"
-    r"|\x0b(?:ec|ert|dots|arphi|ee)|\x07(?:lpha|ngle|pprox)|\n(?:abla|eq|otin|mid)(?![a-z])"
+    r"\x0c(?:rac[{\d ]|(?:orall|lat|rown)(?![a-z]))|[\x07\x08\x0b][a-z]{2}"
+    r"|\t(?:heta|imes|ext\{|frac|riangle|ilde\{|herefore)|\r(?:ight|angle)(?![a-z])"
+    r"|\n(?:abla|otin)(?![a-z])"
 )
 #: Line breaks that an export has escaped twice, before what begins a line.
 _ESCAPED_BREAK = re.compile(r"\\n(?=\\n|[A-Z0-9*#-])")
-#: Marks of chat templates and of transcripts, each with the words that follow in a whole prompt.
+#: Marks of chat templates; transcripts: what stands before a question, and before its answer.
 _SPECIAL_MARKS = re.compile(
     r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|<｜User｜>|<\|user\|>|<\|turn>"
     r"|<\|start\|>user|<\|start_of_role\|>|\[/INST\]"
 )
-_TRANSCRIPTS = re.compile(
-    r"(### Instruction:).*### Response:|(?:^|\n)\s*(Human: ).*\n\s*Assistant:"
-    r"|(?:^|\n|\. )\s*(USER: ).*ASSISTANT:",
-    re.DOTALL,
-)
+_TRANSCRIPTS = (
+    ("### Instruction:", "### Response:"), ("Human: ", "\nAssistant:"), ("USER: ", " ASSISTANT:")
+)  # fmt: skip
 _NO_VALUES = frozenset({"nan", "none", "null", "undefined"})
 #: Characters; an answer may begin with a shorter question by chance.
 _LEAST_REPEATED = 16
@@ -188,8 +186,10 @@ def _foreign_mark(texts: Iterable[str], tokenizer: Any, is_templated: bool) -> s
         found = _SPECIAL_MARKS.search(text)
         if found and found.group() not in _special_texts(tokenizer):
             return found.group()
-        if is_templated and (said := _TRANSCRIPTS.search(text)):
-            return next(filter(None, said.groups())).strip()
+        for asks, answers in _TRANSCRIPTS if is_templated else ():
+            starts = text.lstrip().startswith(asks) or f"\n{asks}" in text or f". {asks}" in text
+            if starts and answers in text:
+                return asks.strip()
     return ""
 
 

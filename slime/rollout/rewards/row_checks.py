@@ -131,7 +131,10 @@ class RewardJudge:
                 f"name the column of the right answers ({self.label_flag})",
                 refuse_at=NEVER,
             )
-        if re.search(rf"{_ANSWER}{re.escape(label)}[\s.$}}]*$", asked[-len(label) - 80 :]):
+        is_last = asked.rstrip(" \n.$}").endswith(label)
+        if is_last and re.search(
+            rf"{_ANSWER}{re.escape(label)}[\s.$}}]*$", asked[-len(label) - 80 :]
+        ):
             return RowProblem(
                 "have a prompt that ends with its own answer",
                 f"the first ends with {asked[-80:]!r}",
