@@ -203,7 +203,7 @@ def _check(data_set: DataSet, num_workers: int, report: DataReport) -> None:
     if line := found.templated_warning(path, checker):
         report.templated.append(line)
     if data_set.is_held_out:
-        _compare_with_trained(path, found, report)
+        _compare_with_trained(data_set, found, report)
     else:
         report.trained = path, found.asked
     report.notes += found.notes(path)
@@ -226,9 +226,10 @@ def _check(data_set: DataSet, num_workers: int, report: DataReport) -> None:
         )
 
 
-def _compare_with_trained(path: str, found: Scan, report: DataReport) -> None:
+def _compare_with_trained(data_set: DataSet, found: Scan, report: DataReport) -> None:
     """Tell of prompts of an evaluation set that are trained on. It is a note if both are rows of
-    one file."""
+    one file, or if no answer is compared with a label (positions of a game may well recur)."""
+    path = data_set.path
     trained_path, trained = report.trained
     both = [question for question in found.asked if question in trained]
     if not both:
@@ -240,7 +241,8 @@ def _compare_with_trained(path: str, found: Scan, report: DataReport) -> None:
         "what was trained; remove them from one of the two"
     )
     is_one_file = split_slice(path)[0] == split_slice(trained_path)[0]
-    (report.notes if is_one_file else report.warnings).append(line)
+    is_warning = data_set.checker.compares_labels and not is_one_file
+    (report.warnings if is_warning else report.notes).append(line)
 
 
 class _FirstRows:
