@@ -251,16 +251,23 @@ class Speech:
         return self._encode(self._rendered(render, ask, messages), messages)
 
     def between(
-        self, ask: Ask, before: list[int], messages: Messages, *, to_past: bool = False
+        self,
+        ask: Ask,
+        before: list[int],
+        messages: Messages,
+        *,
+        calls: list[dict[str, Any]] | None = None,
+        to_past: bool = False,
     ) -> list[int]:
         """Return the tokens from the end of an answer to the start of the next answer.
 
         Args:
             before: the answer's tokens.
+            calls: its ``tool_calls``.
         Raises:
             BadRequest: the chat template refuses the messages.
         """
-        text = self._rendered(between_turns, ask, messages, to_past=to_past)
+        text = self._rendered(between_turns, ask, messages, calls=calls, to_past=to_past)
         return without_repeated_end(before, self._encode(text, messages))
 
     def _rendered(self, render: Any, ask: Ask, messages: Messages, **options: Any) -> str:

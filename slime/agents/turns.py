@@ -217,23 +217,31 @@ class TurnTree:
         their sampled tokens."""
         ids: list[int] = []
         last = parent.output if parent is not None else None
+        calls = parent.reading.message().get("tool_calls") if parent is not None else None
         waiting: Messages = []
         for message in messages:
             answer, whole = self._known_answer(message)
             if not answer or (last is None and not waiting):
                 waiting.append(message)
                 continue
-            ids += self._rendered(ask, last, waiting, to_past=not whole) + answer
+            ids += self._rendered(ask, last, calls, waiting, to_past=not whole) + answer
             last = answer
+            calls = message.get("tool_calls")
             waiting = []
-        return ids + self._rendered(ask, last, waiting)
+        return ids + self._rendered(ask, last, calls, waiting)
 
     def _rendered(
-        self, ask: Ask, last: list[int] | None, messages: Messages, *, to_past: bool = False
+        self,
+        ask: Ask,
+        last: list[int] | None,
+        calls: list[dict[str, Any]] | None,
+        messages: Messages,
+        *,
+        to_past: bool = False,
     ) -> list[int]:
         if last is None:
             return self.speech.opening(ask, messages, to_past=to_past)
-        return self.speech.between(ask, last, messages, to_past=to_past)
+        return self.speech.between(ask, last, messages, calls=calls, to_past=to_past)
 
     def _known_answer(self, message: dict[str, Any]) -> tuple[list[int], bool]:
         """Return the tokens of a message that the model wrote, and whether they are the whole

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -16,6 +18,8 @@ from slime.prompts.conversation import REASONING_KEYS, Messages, read_messages
 
 _PROBE = "probe of the turn's end"
 _PAST_PROBE = "probe of a past turn"
+#: Most tokens that end a turn: Cohere's have two, and a blank may stand before them.
+_MOST_END_TOKENS = 4
 #: Pairs of marks around reasoning within content: Qwen3, DeepSeek-R1, GLM; Magistral; Seed-OSS.
 REASONING_MARKS = (
     ("<think>", "</think>"),
@@ -234,7 +238,9 @@ class TemplateForm:
         if key is None and "tool_calls" in message:
             key = self.calls_reasoning_key
         if thought.text and key:
-            answer[key] = thought.text.strip("\n")
+            # empty marks are kept where the template has the same ones
+            if thought.text.strip() or self.thinks_inline:
+                answer[key] = thought.text.strip("\n")
             content = thought.answer
         elif thought.text and self.thinking_parts:
             content = [{"type": "thinking", "thinking": thought.text.strip("\n")}]
@@ -471,11 +477,17 @@ def _inline_thought(content: str) -> ReasonedAnswer:
     for begin, end in REASONING_MARKS:
         before, found, after = content.partition(end)
         # the opening mark may be missing: prompts of some models end with it
-        if found and (before.lstrip().startswith(begin) or begin not in before):
+        is_alone = begin not in before and not _is_mentioned(before, after)
+        if found and (before.lstrip().startswith(begin) or is_alone):
             answer = after.lstrip("\n")
             gap = after[: len(after) - len(answer)]
             return ReasonedAnswer(before.lstrip().removeprefix(begin), answer, (begin, end), gap)
     return ReasonedAnswer("", content)
+
+
+def _is_mentioned(before: str, after: str) -> bool:
+    """Whether a mark between two texts is a word of a sentence: "close it with </think>."."""
+    return bool(re.search(r"[ \t`'\"(]$", before) and re.match(r"[ \t`'\",.;:)]", after))
 
 
 def render_prompt(
@@ -495,6 +507,7 @@ def between_turns(
     messages: dict[str, Any] | Messages,
     *,
     tools: list[dict[str, Any]] | None = None,
+    calls: list[dict[str, Any]] | None = None,
     to_past: bool = False,
     **template_kwargs: Any,
 ) -> str:
@@ -502,6 +515,8 @@ def between_turns(
     the next turn.
 
     Args:
+        calls: the ``tool_calls`` of the first turn, for templates that write results of tools only
+            behind their calls. By default the messages' own names and ids are used.
         to_past: the next turn is a past one; templates may begin past turns differently.
     Raises:
         UserError, TemplateRefuses: as `render_messages`.
@@ -512,16 +527,84 @@ def between_turns(
         {"role": "assistant", "content": _PROBE},
     ]
     render: Callable[..., str] = before_past_turn if to_past else render_messages
+    results = [message for message in between if message["role"] == "tool"]
+    text = ""
     try:
         text = render(tokenizer, start + between, tools=tools, **template_kwargs)
     except TemplateRefuses:
-        if not to_past:
+        if to_past:
+            # Mistral's templates refuse two assistant turns with only tool results between them
+            with contextlib.suppress(TemplateRefuses):
+                text = render_messages(tokenizer, start + between, tools=tools, **template_kwargs)
+        if not text and results:
+            text = _behind_calls(tokenizer, between, render, calls, tools, template_kwargs)
+            if text:
+                return text
+        if not text:
             raise
-        # Mistral's templates refuse two assistant turns with only tool results between them
-        text = render_messages(tokenizer, start + between, tools=tools, **template_kwargs)
-    return text[
-        text.find(_PROBE) + len(_PROBE) :
-    ]  # the first one: messages may contain the probe too
+    # the first one: messages may contain the probe too
+    text = text[text.find(_PROBE) + len(_PROBE) :]
+    if left_out_roles(read_messages(results), text):
+        return _behind_calls(tokenizer, between, render, calls, tools, template_kwargs) or text
+    return text
+
+
+def _behind_calls(
+    tokenizer: Any,
+    messages: Messages,
+    render: Callable[..., str],
+    calls: list[dict[str, Any]] | None,
+    tools: list[dict[str, Any]] | None,
+    kwargs: dict[str, Any],
+) -> str:
+    """Do as `between_turns` after a turn that calls tools; "" if the template refuses it.
+
+    Raises:
+        TemplateRefuses: the messages do not tell which tool a result is of.
+    """
+    results = list(itertools.takewhile(lambda message: message["role"] == "tool", messages))
+    if calls is None:
+        only = (tools or [{}])[0].get("function", {}).get("name") if len(tools or ()) == 1 else None
+        names = [message.get("name") or only for message in results]
+        if None in names:
+            raise TemplateRefuses(
+                "the chat template refuses the messages",
+                why="it writes results of tools with the name of the tool, and this one has none",
+                fix="give the message the 'name' of its tool",
+            )
+        calls = [
+            {
+                "id": message.get("tool_call_id") or f"call_{number}",
+                "type": "function",
+                "function": {"name": name, "arguments": {}},
+            }
+            for number, (message, name) in enumerate(zip(results, names))
+        ]
+    by_id = {call["id"]: call for call in calls if call.get("id")}
+    told = [
+        {"name": by_id.get(message.get("tool_call_id"), call)["function"]["name"]}
+        | {"tool_call_id": call.get("id")}
+        | message
+        for call, message in zip(calls, results)
+    ]
+    start: Messages = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    ]
+    whole = start + told + messages[len(told) :]
+    try:
+        called = render_messages(
+            tokenizer, start, tools=tools, add_generation_prompt=False, **kwargs
+        )
+        text = render(tokenizer, whole, tools=tools, **kwargs)
+    except TemplateRefuses:
+        return ""
+    pairs = enumerate(zip(called, text, strict=False))
+    size = next((at for at, (one, other) in pairs if one != other), min(len(called), len(text)))
+    # the model has generated its turn up to the last token of control
+    ends = [text.rfind(one, 0, size) for one in special_tokens(tokenizer).values() if one]
+    last = max(ends, default=-1)
+    return text[last if last >= 0 else size :]
 
 
 def before_past_turn(
@@ -587,8 +670,11 @@ def without_repeated_end(before: list[int], between: list[int]) -> list[int]:
     Example:
         >>> without_repeated_end([7, 99], [99, 5]), without_repeated_end([7], [99, 5])
         ([5], [99, 5])
+        >>> without_repeated_end([7, 98, 99], [98, 99, 5])
+        [5]
     """
-    return between[1:] if before[-1:] == between[:1] else between
+    counts = range(min(len(before), len(between), _MOST_END_TOKENS), 0, -1)
+    return between[next((n for n in counts if before[-n:] == between[:n]), 0) :]
 
 
 def template_markers(tokenizer: Any) -> list[str]:

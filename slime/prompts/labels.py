@@ -166,10 +166,13 @@ def _check_comparable(label: Any, key: str, flag: str) -> None:
         )
     if not (_is_number(label) or isinstance(label, (str, bool, *_DATES))):
         found = "None" if label is None else f"a {type(label).__name__}"
+        if isinstance(label, dict):
+            found += f" with the keys {', '.join(map(str, label))}"
         raise RowProblem(
             f"have a label (key '{key}') that is neither text nor a number",
             f"found {found}; the reward function compares it with the response",
-            f"check {flag}, or write a reward function of your own (--custom-rm-path)",
+            f"check {flag}: the right answer is the whole value of a column of its own; or write a "
+            "reward function of your own (--custom-rm-path)",
         )
     if isinstance(label, str) and not label.strip():
         raise RowProblem(f"have an empty label (key '{key}')", fix="remove these rows")

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slime.prompts.conversation import Messages
-from slime.prompts.problems import RowProblem, missing_key
+from slime.prompts.problems import NEVER, RowProblem, missing_key
 
 T = TypeVar("T")
 
 #: Column of the prompt if --input-key is not given and its default is not a column.
 _USUAL_PROMPT = "prompt"
+#: What data sets call the score of an answer, beside the name of its column.
+_SCORES = ("score", "rating", "reward", "quality")
 #: What the label of an answer may be, as text.
 _VERDICTS = {
     "true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False
@@ -124,6 +126,53 @@ def with_prompt(
     }
 
 
+def odd_pair(
+    row: Mapping[str, Any], columns: PreferenceColumns, answers: Mapping[str, str | Messages]
+) -> list[RowProblem]:
+    """Remark on a pair whose scores contradict it, or whose answers differ only in blanks."""
+    if columns.label is not None:
+        return []
+    found = []
+    scores = _scores(row, columns)
+    if scores is not None and scores[0] < scores[1]:
+        found.append(
+            RowProblem(
+                "have a rejected answer with a higher score than the chosen one",
+                f"the first: {scores[0]:g} for the chosen one, {scores[1]:g} for the rejected one",
+                "check --chosen-key and --rejected-key",
+                refuse_at=NEVER,
+            )
+        )
+    chosen, rejected = (_without_blanks(answers[name]) for name in ("chosen", "rejected"))
+    if chosen == rejected and answers["chosen"] != answers["rejected"]:
+        found.append(
+            RowProblem(
+                "have answers that differ only in blanks",
+                f"the first: {answers['chosen']!r:.120}",
+                "remove these rows, if blanks are not what is to be learned",
+                refuse_at=NEVER,
+            )
+        )
+    return found
+
+
+def _scores(row: Mapping[str, Any], columns: PreferenceColumns) -> tuple[float, float] | None:
+    """The scores of the chosen and the rejected answer, in columns such as ``score_chosen``."""
+    for word in _SCORES:
+        for form in ("{0}_{1}", "{1}_{0}", "{1}-{0}"):
+            names = [form.format(word, columns.answers[name]) for name in ("chosen", "rejected")]
+            values = [row.get(name) for name in names]
+            if all(isinstance(one, int | float) and not isinstance(one, bool) for one in values):
+                return float(values[0]), float(values[1])  # type: ignore[arg-type]
+    return None
+
+
+def _without_blanks(answer: str | Messages) -> str:
+    if isinstance(answer, str):
+        return "".join(answer.split())
+    return repr([{**one, "content": "".join(one["content"].split())} for one in answer])
+
+
 def count_images(text: str | Messages, placeholder: str) -> int:
     """The number of images in a prompt or an answer, in which each is a placeholder."""
     return str(text).count(placeholder)
@@ -172,6 +221,13 @@ def _shared_beginning(talks: Sequence[Messages]) -> int:
         raise RowProblem(
             "have answers that share no prompt",
             f"the first messages are {talks[0][0]} and {talks[-1][0]}"[:200],
+            "both answers of a pair belong to one prompt",
+        )
+    behind = [talk[shared] for talk in talks]
+    if len(talks) > 1 and all(one["role"] != "assistant" for one in behind):
+        raise RowProblem(
+            "have answers to different prompts",
+            f"message {shared} is {behind[0]} in one and {behind[-1]} in the other"[:200],
             "both answers of a pair belong to one prompt",
         )
     return shared

@@ -29,9 +29,11 @@ from slime.prompts.chat_template import carries_template, template_markers, temp
 from slime.prompts.conversation import Messages, UnreadKeys
 from slime.prompts.dataset_folders import TRAINING
 from slime.prompts.labels import compares_labels
+from slime.prompts.preference_rows import PreferenceColumns
 from slime.prompts.problems import NEVER, Problems, RowProblem
 from slime.prompts.readers import Row, Rows, open_rows, split_slice
 from slime.prompts.row_format import Prompt, RowFormat, inputs_of, read_prompt
+from slime.prompts.text_remarks import is_untemplated
 from slime.prompts.tokenizer import with_opening
 from slime.samples.types import Sample
 
@@ -49,6 +51,12 @@ SAMPLED_ROWS = 2_000
 _SLOW_CHECK = 20.0
 #: Upper bound of the tokens that a tokenizer adds to a text.
 _ADDED = 64
+#: Fewest rows of which it is said that all have the same label.
+_FEW_LABELS = 20
+#: Fewest repeated prompts that are noted.
+_FEW_REPEATED = 20
+#: Keys of metadata that only name the row.
+_NAMES_A_ROW = re.compile(r"(?:^|_)(?:id|ids|idx|index|uid|uuid|row|number|split|source)$")
 #: Most prompts that are compared with those of later rows.
 _MOST_SEEN = 200_000
 #: Number of rows whose tokens are compared to detect another tokenizer.
@@ -74,8 +82,14 @@ class Scan:
             of the shortest and the longest, and where the first is.
         templated, first_templated: how many prompts already carry the chat template, and where the
             first is.
+        untemplated: how many prompts are plain text that is trained without the chat template.
         unread: columns of rows, and keys of their messages, that nothing reads.
         seen: digest of each prompt → digest of its label, and where the first row with it is.
+        are_pairs: the rows are preferences; ``seen`` has their answers too.
+        asked: digest of each question → where the first row with it is.
+        num_asked: how many rows ``asked`` is of.
+        one_label: the label of all rows so far; None if there are several, or none.
+        num_labels: rows whose label a reward compares.
     """
 
     looked_at: int = 0
@@ -86,9 +100,15 @@ class Scan:
     first_too_long: str = ""
     templated: int = 0
     first_templated: str = ""
+    untemplated: int = 0
     problems: Problems = field(default_factory=Problems)
     unread: UnreadKeys = field(default_factory=UnreadKeys)
     seen: dict[int, tuple[int, str]] = field(default_factory=dict)
+    are_pairs: bool = False
+    asked: dict[int, str] = field(default_factory=dict)
+    num_asked: int = 0
+    one_label: str | None = None
+    num_labels: int = 0
 
     def see(self, prompt: int, label: int, where: str) -> None:
         """Count a row that has the prompt of an earlier one and another label."""
@@ -97,13 +117,32 @@ class Scan:
         first_label, first = self.seen.setdefault(prompt, (label, where))
         if first_label == label:
             return
-        problem = RowProblem(
-            "have the prompt of an earlier row and another label",
-            f"the first has the prompt of {first}",
-            "keep the right one: the same answer is rewarded in one row and not in the other",
-            refuse_at=NEVER,
-        )
+        if self.are_pairs:
+            problem = RowProblem(
+                "contradict an earlier row with the same prompt and answers",
+                f"the first contradicts {first}",
+                "keep the right one: what one row prefers, the other rejects",
+                refuse_at=NEVER,
+            )
+        else:
+            problem = RowProblem(
+                "have the prompt of an earlier row and another label",
+                f"the first has the prompt of {first}",
+                "keep the right one: the same answer is rewarded in one row and not in the other",
+                refuse_at=NEVER,
+            )
         self.problems.add(where, problem)
+
+    def see_label(self, label: Any, count: int = 1) -> None:
+        """Count rows with a label, or with several if it is None."""
+        text = None if label is None else str(label)
+        self.one_label = text if self.one_label == text or not self.num_labels else None
+        self.num_labels += count
+
+    def see_question(self, question: int, where: str, count: int = 1) -> None:
+        self.num_asked += count
+        if len(self.asked) < _MOST_SEEN:
+            self.asked.setdefault(question, where)
 
     def merge(self, other: Scan) -> None:
         self.looked_at += other.looked_at
@@ -115,8 +154,15 @@ class Scan:
         self.first_too_long = self.first_too_long or other.first_too_long
         self.first_templated = self.first_templated or other.first_templated
         self.templated += other.templated
+        self.untemplated += other.untemplated
         self.problems.merge(other.problems)
         self.unread.merge(other.unread)
+        self.are_pairs = self.are_pairs or other.are_pairs
+        if other.num_labels:
+            self.see_label(other.one_label, other.num_labels)
+        for question, where in other.asked.items():
+            self.see_question(question, where, 0)
+        self.num_asked += other.num_asked
         for prompt, (label, where) in other.seen.items():
             self.see(prompt, label, where)
 
@@ -150,14 +196,33 @@ class Scan:
                 f"and left out (the longest: {self.longest}; {checker.limit_flags}; first: "
                 f"{self.first_too_long})"
             )
+        if self.one_label is not None and self.num_labels >= _FEW_LABELS:
+            found.append(
+                f"{path}: all {self.num_labels} labels are {self.one_label[:80]!r}: a model that "
+                "always says so is always right; shuffle the choices of multiple-choice questions, "
+                "or check the column of labels"
+            )
         if self.unread.keys:
             found.append(self.unread.warning(path, self.looked_at))
         return [*found, *(f"{path}: {one}" for one in checker.unread_arguments())]
 
     def notes(self, path: str) -> list[str]:
-        """Notes on columns that nothing reads, which is usual and may still explain something."""
+        """Notes on columns that nothing reads and prompts without a template, which are usual and
+        may still explain something."""
         is_noted = self.unread.columns and not self.unread.keys
-        return [self.unread.warning(path, self.looked_at)] if is_noted else []
+        found = [self.unread.warning(path, self.looked_at)] if is_noted else []
+        repeated = self.num_asked - len(self.asked)
+        if repeated >= _FEW_REPEATED and not self.are_pairs and len(self.asked) < _MOST_SEEN:
+            found.append(
+                f"{path}: {repeated} of {self.num_asked} prompts repeat an earlier one, so an "
+                "epoch asks them several times"
+            )
+        if self.untemplated:
+            found.append(
+                f"{path}: {self.untemplated} of {self.looked_at} prompts are plain text, and are "
+                "trained without the tokenizer's chat template (--apply-chat-template applies it)"
+            )
+        return found
 
     def templated_warning(self, path: str, checker: Checker) -> str:
         """Warn of prompts that carry the chat template already; "" if there are none."""
@@ -207,6 +272,8 @@ class Checker:
             if self.markers and carries_template(prompt.bare, self.markers):
                 found.templated += 1
                 found.first_templated = found.first_templated or rows.where(position)
+            is_plain = self.form.raw and not self.form.apply_chat_template and not prompt.tokens
+            found.untemplated += is_plain and is_untemplated(prompt.bare, self.tokenizer)
             prompts.append((position, prompt))
         read = [prompt for _, prompt in prompts]
         judged = self.judge(read) if self.judge is not None else [[] for _ in read]
@@ -217,9 +284,21 @@ class Checker:
                 found.problems.add(rows.where(position), one)
             if any(one.refuse_at == 0.0 for one in problems):
                 continue
-            if self.compares_labels and not prompt.images:
-                asked = (prompt.text, prompt.tokens, prompt.metadata)
-                found.see(_digest_of(asked), _digest_of(prompt.label), rows.where(position))
+            where = rows.where(position)
+            if not prompt.images:
+                found.see_question(_digest_of(_question(prompt)), where)
+            if self.form.preference is not None:
+                found.are_pairs = True
+                found.see(*_preference(prompt, self.form.preference), where)
+            elif self.compares_labels and not prompt.images:
+                metadata = {
+                    key: value
+                    for key, value in prompt.metadata.items()
+                    if not _NAMES_A_ROW.search(key)
+                }
+                asked = (_without_blanks(prompt.bare), prompt.tokens, metadata)
+                found.see(_digest_of(asked), _digest_of(prompt.label), where)
+                found.see_label(prompt.label)
             if self.fits(length):
                 found.kept.append(position)
             else:
@@ -412,6 +491,31 @@ def _stamp(path: str) -> tuple[Any, ...]:
     files = sorted(root.rglob("*")) if root.is_dir() else [root]
     known = [(str(file), file.stat()) for file in files if file.is_file()]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in known)
+
+
+def _without_blanks(text: str | Messages) -> str | Messages:
+    """The words of a text or of messages, with one blank between them."""
+    if isinstance(text, str):
+        return " ".join(text.split())
+    return [{**one, "content": " ".join(one["content"].split())} for one in text]
+
+
+def _question(prompt: Prompt) -> Any:
+    """What is asked, whatever stands around it: text, or the words of the first user."""
+    if prompt.tokens:
+        return prompt.tokens
+    if isinstance(prompt.bare, str):
+        return _without_blanks(prompt.bare)
+    asked = [one["content"] for one in prompt.bare if one["role"] == "user"]
+    return _without_blanks(asked[0]) if len(asked) == 1 else repr(prompt.bare)
+
+
+def _preference(prompt: Prompt, columns: PreferenceColumns) -> tuple[int, int]:
+    """Digests of the prompt with all answers, and of what is preferred."""
+    answers = {name: repr(prompt.label[name]) for name in columns.answers}
+    preferred = prompt.label["label"] if columns.label else answers.get("chosen")
+    asked = (repr(prompt.text), sorted(answers.values()), len(prompt.images))
+    return _digest_of(asked), _digest_of(preferred)
 
 
 def _digest_of(value: Any) -> int:

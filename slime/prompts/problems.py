@@ -71,6 +71,8 @@ def missing_key(key: str, flag: str, row_keys: Iterable[str]) -> RowProblem:
     fix = f"pass {flag} with an existing column, or leave it out if there is none"
     if near := difflib.get_close_matches(key, keys, n=1, cutoff=0.5) or there:
         fix = f"pass {flag} {shlex.quote(near[0])}"
+    if key.partition(".")[0] in keys:
+        fix = f"write the value of '{key}' into a column of its own: {flag} names whole columns"
     shown = ", ".join(name if name == name.strip() and name else repr(name) for name in keys)
     return RowProblem(f"have no key '{key}'", f"its keys are: {shown or 'none'}", fix)
 

@@ -41,8 +41,15 @@ from slime.prompts.images import (
     read_teacher_prompt,
 )
 from slime.prompts.labels import compares_labels, read_label
-from slime.prompts.preference_rows import PreferenceColumns, count_images, holds_text, with_prompt
+from slime.prompts.preference_rows import (
+    PreferenceColumns,
+    count_images,
+    holds_text,
+    odd_pair,
+    with_prompt,
+)
 from slime.prompts.problems import NEVER, RowProblem, missing_key
+from slime.prompts.text_remarks import remarks_on_answers, remarks_on_text, repeated_message
 from slime.samples.media import IMAGES
 from slime.user_code.overrides import follows_old_plugin
 
@@ -206,6 +213,7 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
         raise missing_key(form.input_key, form.input_flag, row)
     value = row[form.input_key]
     metadata = _metadata(row, form)
+    of_teacher = _read_teacher_prompt(metadata, form)
     columns = _unread_columns(row, form)
     is_tokens = isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
     try:
@@ -240,7 +248,8 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
             text = tokenizer.decode(value) if tokenizer is not None else ""
         except OverflowError as error:
             raise RowProblem("have token ids that no vocabulary has", str(error)) from error
-        return _with_images(Prompt(text, value, label, metadata, "", columns), row, form, parts)
+        found = Prompt(text, value, label, metadata, "", columns, remarks=of_teacher)
+        return _with_images(found, row, form, parts)
     prompt = _text(value, form) if messages is None else messages
     if isinstance(prompt, str) and parts is not None:
         prompt = parts.text(prompt)
@@ -253,9 +262,20 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
         keys = unread_keys(messages, source, writes_names=writes_names)
         keys |= unread_part_keys(conversation[0] if conversation else [])
     rendered = prompt
-    remarks = [*_odd_messages(messages or []), *_unread_parts(row, columns, prompt, form)]
-    if form.raw and isinstance(prompt, str) and isinstance(label, str):
-        remarks += _repeated(prompt, [label])
+    remarks = [
+        *of_teacher,
+        *_odd_messages(messages or []),
+        *_unread_parts(row, columns, prompt, form),
+    ]
+    remarks += _remarks_on_words(prompt, [label] if form.raw else [], form, tokenizer)
+    if tools and isinstance(prompt, str) and not form.apply_chat_template and not form.own_reward:
+        remarks.append(
+            RowProblem(
+                "have tools beside a prompt that is plain text, in which nothing writes them",
+                fix="write them into the prompt, or pass --apply-chat-template",
+                refuse_at=NEVER,
+            )
+        )
     if form.apply_chat_template and not form.raw:
         try:
             rendered = render_prompt(tokenizer, prompt, tools=tools or None, **form.template_kwargs)
@@ -269,6 +289,25 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
     found = Prompt(rendered, [], label, metadata, prompt, columns, tuple(sorted(keys)))
     found.remarks = remarks
     return _with_images(found, row, form, parts)
+
+
+def _remarks_on_words(
+    prompt: str | Messages, answers: list[Any], form: RowFormat, tokenizer: Any
+) -> list[RowProblem]:
+    """
+    Args:
+        answers: those that are trained on.
+    """
+    is_templated = form.apply_chat_template or (form.raw and isinstance(prompt, list))
+    reads_images = form.images is not None
+    found = list(
+        remarks_on_text(
+            prompt, answers, tokenizer, is_templated=is_templated, reads_images=reads_images
+        )
+    )
+    if form.raw:
+        found += remarks_on_answers(prompt, [one for one in answers if isinstance(one, str | list)])
+    return found
 
 
 def left_out(roles: list[str], tools: list[str]) -> list[RowProblem]:
@@ -321,6 +360,15 @@ def _odd_messages(messages: Messages) -> list[RowProblem]:
                 refuse_at=NEVER,
             )
         )
+    if text := repeated_message(messages):
+        found.append(
+            RowProblem(
+                "have a message that repeats the one before it",
+                f"the first: {text!r}",
+                "remove one of them",
+                refuse_at=NEVER,
+            )
+        )
     if result := misplaced_result(messages):
         found.append(
             RowProblem(
@@ -339,8 +387,6 @@ def _odd_messages(messages: Messages) -> list[RowProblem]:
 _PROMPT_COLUMNS = {"system": None, "system_prompt": None, "input": "instruction"}
 #: Columns that hold what belongs to a prompt that is more than text.
 _MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
-#: Characters; an answer may begin with a shorter prompt by chance.
-_LEAST_REPEATED = 16
 
 
 def _unread_parts(
@@ -361,8 +407,30 @@ def _unread_parts(
         for name in unread
         if name in _MEDIA_COLUMNS and row[name] not in ("", [], {})
     ]
+    named = row.get("rm_type") if "rm_type" in unread else None
+    if named and not form.raw and named != (form.rm_type_of_all or form.rm_type):
+        media.append(
+            RowProblem(
+                "name a reward in the column 'rm_type', which nothing reads",
+                f"the first: {named!r:.80}",
+                "write it into the metadata, {'rm_type': …}",
+                refuse_at=NEVER,
+            )
+        )
     if isinstance(prompt, list) and prompt[0]["role"] in ("system", "developer"):
-        return media
+        told = str(prompt[0]["content"]).strip()
+        names = [name for name in unread if name in ("system", "system_prompt")]
+        others = [name for name in names if isinstance(row[name], str) and row[name].strip()]
+        return media + [
+            RowProblem(
+                f"have another system prompt in the column '{name}', which nothing reads",
+                f"the first: {row[name][:80]!r} beside {told[:80]!r}",
+                "keep the one that is meant",
+                refuse_at=NEVER,
+            )
+            for name in others
+            if row[name].strip() != told
+        ]
     return media + [
         RowProblem(
             f"have a part of the prompt in the column '{name}', which nothing reads",
@@ -374,21 +442,6 @@ def _unread_parts(
         if _PROMPT_COLUMNS.get(name, "") in (None, form.input_key)
         and isinstance(row[name], str)
         and row[name].strip()
-    ]
-
-
-def _repeated(prompt: str, answers: list[Any]) -> list[RowProblem]:
-    asked = prompt.strip()
-    is_repeated = all(str(answer).lstrip().startswith(asked) for answer in answers)
-    if len(asked) < _LEAST_REPEATED or not is_repeated:
-        return []
-    return [
-        RowProblem(
-            "have answers that begin with their prompt, which is then trained on twice",
-            f"the first: {str(answers[0])[:80]!r}",
-            "take the prompt out of the answers",
-            refuse_at=NEVER,
-        )
     ]
 
 
@@ -445,6 +498,42 @@ def _with_images(
         prompt.image_tokens = prompts.num_tokens(prompt.images)
     _check_teacher_prompt(prompt, form, parts.placeholder)
     return prompt
+
+
+def _read_teacher_prompt(metadata: dict[str, Any], form: RowFormat) -> list[RowProblem]:
+    """Replace the teacher's own prompt that is the JSON text of messages by the messages.
+
+    Returns:
+        A remark on a row that has none.
+    Raises:
+        RowProblem: it is neither text nor messages.
+    """
+    key = form.teacher_prompt_key
+    if key is None:
+        return []
+    given = metadata.get(key)
+    if given is None:
+        return [
+            RowProblem(
+                f"have no prompt for the teacher (metadata '{key}'), which sees the row's prompt",
+                f"the first has the metadata: {', '.join(map(str, metadata)) or 'none'}",
+                "check --opd-teacher-prompt-key, unless a function of yours adds it",
+                refuse_at=NEVER,
+            )
+        ]
+    try:
+        talk = conversation_in(given, key)
+    except ConversationError as error:
+        raise RowProblem(f"have {error.kind}", f"{error.where}: {error.detail}") from error
+    if talk is not None:
+        metadata[key] = talk[0]
+    elif not isinstance(given, str) or not given.strip():
+        raise RowProblem(
+            f"have a prompt for the teacher (metadata '{key}') that is neither text nor messages",
+            f"found {given!r:.80}",
+            "write text or messages, or leave it out",
+        )
+    return []
 
 
 def _check_teacher_prompt(prompt: Prompt, form: RowFormat, placeholder: str) -> None:
@@ -548,13 +637,22 @@ def _read_preference(
     if tools:
         metadata["tools"] = tools
     unread = _unread_columns(row, form, (*columns.names, column))
+    remarks = odd_pair(row, columns, answers)
     if isinstance(asked, str) and not holds_text(prompt, asked):
         unread = (*unread, str(column))
-    remarks = _unread_parts(row, unread, prompt, form)
-    if isinstance(prompt, str):
-        remarks += _repeated(prompt, list(answers.values()))
-    else:
-        remarks += _odd_messages(prompt)
+        remarks.append(
+            RowProblem(
+                f"have another prompt in the column '{column}' than in their answers, which are "
+                "whole conversations",
+                f"the first: {asked[:80]!r}",
+                "if it belongs to another row, the rows are mixed up; else remove the column",
+                refuse_at=NEVER,
+            )
+        )
+    remarks += _unread_parts(row, unread, prompt, form)
+    remarks += _remarks_on_words(prompt, list(answers.values()), form, tokenizer)
+    if isinstance(prompt, list):
+        remarks += [*_odd_messages(prompt), *_answered(prompt)]
     found = Prompt(prompt, [], answers | label, metadata, prompt, unread, remarks=remarks)
     given_parts = {name: one for name, one in parts.items() if one is not None}
     if form.images is not None and given_parts:

@@ -44,6 +44,10 @@ logger = get_logger(__name__)
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 #: Most attempts to encode a conversation if the template writes the time and renderings differ.
 _CLOCK_TRIES = 5
+#: Indentation before the first word of an answer.
+_INDENTED = re.compile(r"\n*(?: [ \t]|\t)[ \t]*\S{1,20}")
+#: Marks before reasoning, and those around none.
+_OPENED = re.compile("|".join(re.escape(mark) for pair in REASONING_MARKS for mark in pair))
 #: Two texts with different beginnings: the text that is rendered before both is a turn's header.
 _ONE = "Aprobe of the head"
 _OTHER = "Zprobe of the head"
@@ -84,6 +88,8 @@ class Encoded:
         unended: why the first turn without an end token has none; None if every turn ends with one.
         reasoning_fix: what may make the template write reasoning.
         unread_label: there is a label, and the conversation is trained without it.
+        unanswered: messages after the last answer are left out.
+        lost_indentation: answers whose blanks at the beginning the template takes away.
         left_out_roles: roles of messages that the template leaves out of the prompts.
         left_out_tools: names of tools that it leaves out.
     """
@@ -95,6 +101,8 @@ class Encoded:
     unended: Unended | None = None
     reasoning_fix: str = ""
     unread_label: bool = False
+    unanswered: bool = False
+    lost_indentation: int = 0
     left_out_roles: list[str] = field(default_factory=list)
     left_out_tools: list[str] = field(default_factory=list)
 
@@ -216,11 +224,12 @@ class SftEncoding:
                 found = self._conversation(messages, tools)
                 found.unread_label = messages is given and label not in (None, "")
                 return found
-        if not isinstance(label, str) or not label:
+        if not isinstance(label, str) or not label.strip():
+            kind = "blank" if isinstance(label, str) else f"a {type(label).__name__}"
             raise UserError(
                 "there is no answer to train on",
                 why="the prompt holds no assistant message, and the label is "
-                + (f"a {type(label).__name__}" if label is not None else "not set"),
+                + (kind if label is not None else "not set"),
                 fix="pass --label-key, or rows of chat messages that end with the assistant's",
             )
         if tokens:
@@ -234,9 +243,12 @@ class SftEncoding:
 
     def _plain(self, prompt: list[int], label: str) -> Encoded:
         answer = self._ids(label)
+        if label[-1].isspace() and self._is_end(self._ids(label.rstrip())):
+            answer = self._ids(label.rstrip())  # blanks behind an end token are never generated
         if self.tokenizer.eos_token_id is not None and not self._is_end(answer):
             answer = [*answer, self.tokenizer.eos_token_id]
         found = Encoded([TrainedSequence(prompt + answer, [0] * len(prompt) + [1] * len(answer))])
+        found.control_tokens = int(self._has_control_tokens(self._without_end(label)))
         if not self._is_end(answer):
             found.unended = self._unended(answer)
         return found
@@ -282,6 +294,9 @@ class SftEncoding:
             if not (thought.answer.strip() or thought.text.strip() or message.get("tool_calls")):
                 continue  # an empty turn
             turn = self._turn(renderer, number, message, thought, found)
+            is_empty = not (thought.answer.strip() or message.get("tool_calls"))
+            if is_empty and thought.text.strip() not in turn.said:
+                continue  # the template writes nothing of it but the end
             if not sequences or not turn.prompt.startswith(sequences[-1].text):
                 sequences.append(_Sequence())
             sequences[-1].add(turn.prompt[len(sequences[-1].text) :], False)
@@ -294,14 +309,16 @@ class SftEncoding:
                 why="each of them is empty, or marked as not trained",
                 fix="give each conversation an answer, or remove the row",
             )
+        last = sequences[-1].number
+        found.unanswered = messages[-1]["role"] != "assistant"
         text = "".join(sequence.text for sequence in sequences)
-        found.left_out_roles = left_out_roles(messages[: sequences[-1].number], text)
+        found.left_out_roles = left_out_roles(messages[:last], text)
         found.left_out_tools = left_out_tools(renderer.tools, text, self._form)
         found.sequences = [self._tokens(sequence, renderer, found) for sequence in sequences]
         if _GENERATION_TAG.search(self._source) and len(sequences) == 1:
-            untrained = any(message.get("step_loss_mask", 1) == 0 for message in messages)
-            if not untrained:
-                found.sequences = [self._marked(renderer, found.sequences[0], found)]
+            turns = sum(message["role"] == "assistant" for message in messages[: last + 1])
+            if trained == turns:
+                found.sequences = [self._marked(renderer, last, found.sequences[0], found)]
         return found
 
     def _turn(
@@ -328,8 +345,11 @@ class SftEncoding:
             head = renderer.head(number, answered)
             start = len(prompt) if not head[len(prompt) :].strip() else len(head)
             turn = _Turn(answered[:start], answered[start:])
+            turn = _in_opened_reasoning(turn, thought, found)
         said = self._up_to_end(turn.said, message)
         _check(said, message, thought, number)
+        if indented := _INDENTED.match(thought.answer):
+            found.lost_indentation += indented.group() not in said
         if thought.text.strip() and thought.text.strip() not in said:
             found.lost_reasoning += 1
         return _Turn(turn.prompt, said)
@@ -347,8 +367,12 @@ class SftEncoding:
         example because that opens reasoning."""
         head = renderer.head(number, answered)
         said = answered[len(head) :]
-        if prompt is None or not self._form.asks:
+        if prompt is None:
             return _Turn(head, said)
+        if (
+            turn := self._behind_rewritten(renderer, number, prompt, _Turn(head, said))
+        ) is not None:
+            return turn
         # earlier text may differ too: compare from the end of the previous message
         before = renderer.text_before(number)
         is_in_both = before in prompt and before in head
@@ -393,16 +417,47 @@ class SftEncoding:
             reasoning = f"{thought.text.strip(chr(10))}{gap}{end}{gap}{gap}"
         return _Turn(prompt, reasoning + answer)
 
+    def _behind_rewritten(
+        self, renderer: _Renderer, number: int, prompt: str, turn: _Turn
+    ) -> _Turn | None:
+        """Return the turn behind ``prompt`` if the template writes earlier text differently once
+        there is an answer, and the same header before it; else None. The model is given the prompt.
+
+        Args:
+            turn: rendered with the answer.
+        """
+        head = turn.prompt
+        if self._form.asks:
+            header = renderer.generation_prompt(number, prompt)
+            start = head.rfind(header) + len(header) if header.strip() else -1
+            rest = head[start:]
+            is_last = header in head and start >= 0 and not _OPENED.sub("", rest).strip()
+            return _Turn(prompt, rest + turn.said) if is_last else None
+        before = renderer.text_before(number)
+        tail = prompt[prompt.rfind(before) :]
+        of_head = head[head.rfind(before) :]
+        if not before or before not in prompt or not of_head.startswith(tail):
+            return turn
+        header = of_head[len(tail) :]
+        is_blank = not header.strip()
+        return _Turn(prompt, header + turn.said) if is_blank else _Turn(prompt + header, turn.said)
+
     def _holds_control_tokens(self, message: dict[str, Any]) -> bool:
-        content = message["content"].rstrip()
-        if self._placeholder:
-            content = content.replace(self._placeholder, "")
+        content = message["content"]
         if message["role"] == "assistant" and not self._form.end:  # data with its own ends
-            for end in self._ends:
-                content = content.removesuffix(end)
-        return any(
-            self._control.search(text) for text in (content, message.get("reasoning_content", ""))
-        )
+            content = self._without_end(content)
+        return any(map(self._has_control_tokens, (content, message.get("reasoning_content", ""))))
+
+    def _has_control_tokens(self, text: str) -> bool:
+        if self._placeholder:
+            text = text.replace(self._placeholder, "")
+        return self._control.search(text) is not None
+
+    def _without_end(self, text: str) -> str:
+        text = text.rstrip()
+        for end in self._ends:
+            text = text.removesuffix(end)
+        return text
 
     def _up_to_end(self, said: str, message: dict[str, Any]) -> str:
         """Cut off the text that the template writes after the end-of-turn token."""
@@ -466,17 +521,24 @@ class SftEncoding:
     # -- templates that mark themselves what is trained --------------------------------------------
 
     def _marked(
-        self, renderer: _Renderer, ours: TrainedSequence, found: Encoded
+        self, renderer: _Renderer, last: int, ours: TrainedSequence, found: Encoded
     ) -> TrainedSequence:
         """Read the mask that a template with ``{% generation %}`` marks, and compare it with the
-        mask found by rendering."""
-        tokens, mask = renderer.marked()
+        mask found by rendering.
+
+        Args:
+            last: number of the last trained message.
+        """
+        tokens, mask = renderer.marked(last)
         size = len(ours.tokens)
         marked = self._without_blanks_after_ends(tokens, mask)
         # the marks may leave tokens out, but not add any that the model never generates
-        if tokens[:size] == ours.tokens:
+        is_same = tokens[:size] == ours.tokens
+        if is_same:
             marked = [bit & both for bit, both in zip(marked, ours.mask)]
-        if 1 not in marked:
+        special = list(self._special.values())
+        said = _bare(self.trained_text(TrainedSequence(tokens, mask)), special)
+        if 1 not in marked or not said:
             raise UserError(
                 "the chat template marks none of the assistant's words with {% generation %}",
                 fix="mark the assistant's text and its end token, or use a template without "
@@ -488,16 +550,15 @@ class SftEncoding:
         found.lost_reasoning = sum(
             thought not in text for thought in renderer.thoughts() if thought
         )
-        special = list(self._special.values())
-        said = _bare(self.trained_text(TrainedSequence(tokens, mask)), special)
         meant = _bare(self.trained_text(ours), special)
         if said != meant:
             tell(
                 logger,
                 "the chat template marks %.200r with {%% generation %%}, and the model would "
-                "generate %.200r: only text that is in both is trained",
+                "generate %.200r: %s is trained",
                 said,
                 meant,
+                "only text that is in both" if is_same else "the marked text",
                 once=f"generation marks {hash(self._source)}",
             )
         found.unended = None
@@ -597,6 +658,14 @@ class _Renderer:
         except TemplateRefuses:
             return None
 
+    def generation_prompt(self, number: int, prompt: str) -> str:
+        """What asking adds to the messages before message ``number``; "" if it is unknown."""
+        try:
+            told = self._render(self._shown[:number])
+        except TemplateRefuses:
+            return ""
+        return prompt[len(told) :] if prompt.startswith(told) else ""
+
     def whole(self) -> str | None:
         """Render all messages; None if the template refuses them."""
         try:
@@ -652,10 +721,11 @@ class _Renderer:
             if message["role"] == "assistant"
         ]
 
-    def marked(self) -> tuple[list[int], list[int]]:
-        """Tokens of the whole conversation and the mask that the template marks."""
+    def marked(self, last: int) -> tuple[list[int], list[int]]:
+        """Tokens of the conversation up to message ``last``, and the mask that the template
+        marks."""
         encoded = self.tokenizer.apply_chat_template(
-            self._shown,
+            self._shown[: last + 1],
             tools=self.tools or None,
             tokenize=True,
             return_dict=True,

@@ -40,7 +40,15 @@ from slime.prompts.chat_template import between_turns, render_messages, without_
 from slime.prompts.conversation import ImageParts, read_messages
 from slime.prompts.images import ImagePrompts, add_images, bytes_of, kept, read_inline
 from slime.prompts.tokenizer import with_opening
-from slime.rollout.resumed_requests import MOST_IDLE_CUTS, has_ended, keeps_text, piece, text_of
+from slime.rollout.resumed_requests import (
+    MOST_IDLE_CUTS,
+    completed_stop,
+    first_tokens,
+    has_ended,
+    keeps_text,
+    piece,
+    text_of,
+)
 from slime.samples.media import IMAGES, SPANS, references_of
 from slime.samples.types import ANY_VERSION, Sample, SampleStatus, VersionWindow
 from slime.user_code.overrides import follows_old_plugin, override_of
@@ -273,6 +281,11 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         if params is None or _wrote_an_image(state, sample):
             sample.status = SampleStatus.TRUNCATED
             return sample
+        if sample.status is SampleStatus.ABORTED and params.get("stop"):
+            tail = _sampled_tail(sample)
+            if completed_stop(state.tokenizer, tail, [], params["stop"]) is not None:
+                sample.status = SampleStatus.COMPLETED  # the abort came with its end
+                return sample
         await _pause(min(idle, 10) * 0.05)  # the cause of the abort may persist for a moment
         length = sample.response_length
         asked = piece(params, state.request_tokens)
@@ -338,6 +351,7 @@ async def _call_engine(state: GenerateState, sample: Sample, params: dict[str, A
     """Send one ``/generate`` request, and append the answer to the sample."""
     assert sample.session_id is not None
     before = _sampled_tail(sample)
+    was_cut = sample.status is SampleStatus.ABORTED
     text = sample.response
     with span(sample, "generate", input_tokens=len(sample.tokens)) as generate_span:
         try:
@@ -358,9 +372,28 @@ async def _call_engine(state: GenerateState, sample: Sample, params: dict[str, A
         _check_sampling_mask(state, result)
     if references_of(sample):
         _check_prompt_length(state, sample, result)
+    if was_cut and before and params.get("stop"):
+        result = _up_to_stop(state, result, params, before)
     append_result(sample, result)
     if before and result.token_ids and keeps_text(params):
         _decode_again(state, sample, params, before, text)
+
+
+def _up_to_stop(
+    state: GenerateState, result: GenerateResult, params: dict[str, Any], before: list[int]
+) -> GenerateResult:
+    """Cut an answer that goes on past a stop string, which began in an earlier request.
+
+    Args:
+        before: the answer's tokens of earlier requests.
+    """
+    count = completed_stop(state.tokenizer, before, result.token_ids, params["stop"])
+    if not count or count == len(result.token_ids) or result.meta_info.get("routed_experts"):
+        return result
+    tokens = result.token_ids[:count]
+    text = text_of(state.tokenizer, tokens, params)
+    meta = first_tokens(result.meta_info, count)
+    return GenerateResult(tokens, result.log_probs[:count], text, "stop", meta)
 
 
 def _check_prompt_length(state: GenerateState, sample: Sample, result: GenerateResult) -> None:

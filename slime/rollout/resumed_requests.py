@@ -142,6 +142,39 @@ def has_ended(tokens: list[int], params: Body, end_tokens: frozenset[int]) -> bo
     )
 
 
+def completed_stop(
+    tokenizer: Any, before: list[int], new: list[int], stop: str | list[str] | None
+) -> int | None:
+    """How many of the new tokens complete a stop string that begins in the tokens before them; 0 if
+    those have a whole one, None if there is none. An engine looks for stop strings only in the
+    tokens of one request, and not at all in those of an aborted one.
+
+    Example (one token per character):
+        >>> completed_stop(tokenizer, ids("a</"), ids("s> b"), ["</s>"])  # doctest: +SKIP
+        2
+    """
+    stops = [stop] if isinstance(stop, str) else list(stop or ())
+    longest = max((len(one.encode()) for one in stops), default=0)
+    tail = before[-longest:] if longest else []
+    for count in range(min(longest, len(new) + 1) if tail else 0):
+        text = tokenizer.decode(
+            [*tail, *new[:count]], skip_special_tokens=False, spaces_between_special_tokens=False
+        )
+        if any(one in text for one in stops):
+            return count
+    return None
+
+
+def first_tokens(meta: Body, count: int) -> Body:
+    """The ``meta_info`` of an answer that ended after ``count`` tokens."""
+    found = meta | {name: meta[name][:count] for name in _PER_TOKEN if meta.get(name)}
+    if "completion_tokens" in meta:
+        found["completion_tokens"] = count
+    if runs := meta.get("token_weight_versions"):
+        found["token_weight_versions"] = [run for run in runs if run[0] < count]
+    return found | {"finish_reason": {"type": "stop"}}
+
+
 def _params(body: Body) -> Body:
     params = body.get("sampling_params")
     return params if isinstance(params, dict) else {}

@@ -46,7 +46,7 @@ from slime.prompts.prepare import (
     scan_rows,
 )
 from slime.prompts.problems import NEVER, Problems, RowProblem
-from slime.prompts.readers import Row, Rows, iter_rows, open_rows
+from slime.prompts.readers import Row, Rows, iter_rows, open_rows, split_slice
 from slime.prompts.reference_masks import mask_difference
 from slime.prompts.row_format import Prompt, left_out
 from slime.prompts.sft_encoding import Encoded, with_answer
@@ -117,6 +117,7 @@ class DataSet:
     path: str
     rows: Rows
     checker: Checker
+    is_held_out: bool = False
 
     @property
     def is_streamed(self) -> bool:
@@ -142,6 +143,7 @@ class DataReport:
         notes: which rows were checked, if not all.
         sizes: by path; streamed data has none.
         checked: data sets that were checked completely.
+        trained: path of the training data, and its questions (digest → where the first row is).
     """
 
     errors: list[UserError] = field(default_factory=list)
@@ -150,6 +152,7 @@ class DataReport:
     notes: list[str] = field(default_factory=list)
     sizes: dict[str, DataSize] = field(default_factory=dict)
     checked: list[CheckedRows] = field(default_factory=list)
+    trained: tuple[str, dict[int, str]] = ("", {})
 
     @property
     def error(self) -> UserError | None:
@@ -185,7 +188,7 @@ def _data_sets(config: Config, tokenizer: Any, errors: list[UserError]) -> Itera
         except UserError as error:
             errors.append(error)
         if rows is not None and checker is not None:
-            yield DataSet(one.path, rows, checker)
+            yield DataSet(one.path, rows, checker, one.splits is EVALUATION)
 
 
 def _check(data_set: DataSet, num_workers: int, report: DataReport) -> None:
@@ -199,6 +202,10 @@ def _check(data_set: DataSet, num_workers: int, report: DataReport) -> None:
         report.errors.append(error)
     if line := found.templated_warning(path, checker):
         report.templated.append(line)
+    if data_set.is_held_out:
+        _compare_with_trained(data_set, found, report)
+    else:
+        report.trained = path, found.asked
     report.notes += found.notes(path)
     report.warnings += found.warnings(path, checker, has_more=not is_all)
     if isinstance(rows, _FirstRows) and rows.error is not None:
@@ -217,6 +224,25 @@ def _check(data_set: DataSet, num_workers: int, report: DataReport) -> None:
             f"{path}: {len(positions)} of {len(rows)} rows were checked (the first, the last, and "
             "some evenly spaced between them); the others are while the run goes on"
         )
+
+
+def _compare_with_trained(data_set: DataSet, found: Scan, report: DataReport) -> None:
+    """Tell of prompts of an evaluation set that are trained on. It is a note if both are rows of
+    one file, or if no answer is compared with a label (positions of a game may well recur)."""
+    path = data_set.path
+    trained_path, trained = report.trained
+    both = [question for question in found.asked if question in trained]
+    if not both:
+        return
+    first = both[0]
+    line = (
+        f"{path}: {len(both)} of its {len(found.asked)} different prompts are in {trained_path} as "
+        f"well (first: {found.asked[first]}, which is {trained[first]}): evaluation then measures "
+        "what was trained; remove them from one of the two"
+    )
+    is_one_file = split_slice(path)[0] == split_slice(trained_path)[0]
+    is_warning = data_set.checker.compares_labels and not is_one_file
+    (report.warnings if is_warning else report.notes).append(line)
 
 
 class _FirstRows:
@@ -433,6 +459,17 @@ def _remarks(encoded: Encoded) -> Iterator[RowProblem]:
             "hold special tokens of the tokenizer in their words, which are read as control tokens"
         )
         yield RowProblem(kind, fix="remove them if they are meant as text", refuse_at=NEVER)
+    if encoded.unanswered:
+        kind = "end with a message that nobody answers, which is left out"
+        fix = "give it an answer, or remove it"
+        yield RowProblem(kind, "training ends with the last answer", fix, refuse_at=NEVER)
+    if encoded.lost_indentation:
+        kind = (
+            "have answers whose indentation in the first line the chat template takes away, and "
+            "are trained without it"
+        )
+        fix = "begin such answers with a word or a line of ```"
+        yield RowProblem(kind, fix=fix, refuse_at=NEVER)
     yield from left_out(encoded.left_out_roles, encoded.left_out_tools)
     if encoded.unended is not None:
         kind = "do not teach the model to end its answers"

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 from slime.agents.conversation import Ask, clean, key_of
 from slime.agents.turns import Turn, samples_of
-from slime.prompts.chat_template import _PAST_PROBE, _PROBE, Messages, between_turns
+from slime.prompts.chat_template import (
+    _PAST_PROBE,
+    _PROBE,
+    Messages,
+    TemplateRefuses,
+    between_turns,
+)
 from slime.samples.types import SampleStatus
 from tests.support.agent_sessions import check, session_of, talk, user
 from tests.support.agents import Play, tokenizer
@@ -209,6 +215,23 @@ def test_a_template_that_wants_turns_to_alternate_takes_results_before_a_past_an
         == between_turns(strict, result)
         == "</s>[tool]42"
     )
+
+
+def test_results_are_written_by_templates_that_want_them_behind_their_calls() -> None:
+    """As Gemma 4's, which writes a result with the call before it, and would drop it elsewhere."""
+    behind = copy.copy(tokenizer())
+    behind.chat_template = (
+        "{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.role }} {{ m.content }}"
+        "{% for c in m.tool_calls or [] %}<|call|>{{ c.function.name }}<|im_end|>"
+        "{% for r in messages if r.role == 'tool' and r.tool_call_id == c.id %}"
+        "{{ r.name }}={{ r.content }}{% endfor %}{% else %}<|im_end|>{% endfor %}{% endfor %}"
+    )
+    result = {"role": "tool", "content": "42", "tool_call_id": "1"}
+    calls = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": {}}}]
+    assert between_turns(behind, result, calls=calls) == "<|im_end|>add=42"
+    assert between_turns(behind, result | {"name": "sub"}) == "<|im_end|>sub=42"
+    with pytest.raises(TemplateRefuses, match="'name' of its tool"):
+        between_turns(behind, result)
 
 
 def test_the_same_told_in_another_way_is_found_by_its_tokens() -> None:

@@ -253,6 +253,31 @@ def test_an_answer_that_ends_with_its_piece_has_ended(reason: str, ends: dict[st
     assert got["output_ids"] == [5, 6, 7, 2] and got["meta_info"]["finish_reason"]["type"] == "stop"
 
 
+@pytest.mark.parametrize("cut", [2, 3, 4])
+def test_a_stop_string_that_an_abort_cuts_ends_the_answer(cut: int) -> None:
+    """Whether the abort comes before its end, within it or with it."""
+    written = [1, 2, 3, 4, 5, 6, 7, 8]
+    stop = FakeTokenizer().decode([3, 4])
+
+    class Aborts(FakeClient):
+        async def generate(
+            self, input_ids: list[int], params: dict[str, Any], **_: Any
+        ) -> GenerateResult:
+            there = len(input_ids) - 2
+            end = cut if not there else 4 if there < 3 else None  # as the engine sees the string
+            piece = written[there:end]
+            reason = "stop" if there else "abort"
+            meta = {"finish_reason": {"type": reason}, "weight_version": "1"}
+            text = FakeTokenizer().decode(piece)
+            return GenerateResult(piece, [-0.5] * len(piece), text, reason, meta)
+
+    sample = generate_once(sample_at(), Aborts(), more_params={"stop": [stop]})
+    assert sample.status is SampleStatus.COMPLETED
+    sample.validate()
+    assert sample.tokens[2:] == written[:4]
+    assert sample.response == FakeTokenizer().decode(written[:4])
+
+
 def test_a_token_that_shall_be_ignored_ends_nothing() -> None:
     client = EndsAt([5, 6, 7, 2, 8, 9, 9, 9], "length")
     ignore = {"more_params": {"ignore_eos": True}}

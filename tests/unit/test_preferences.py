@@ -157,6 +157,10 @@ GOOD = ROWS["whole conversations"]
         ({"chosen": "good", "rejected": "bad"}, "have answers without a prompt"),
         ({"chosen": said("a", "b"), "rejected": said("x", "y")}, "share no prompt"),
         (
+            {"chosen": said("q", "a", "w", "good"), "rejected": said("q", "a", "v", "bad")},
+            "have answers to different prompts",
+        ),
+        (
             {"prompt": "q", "chosen": "good", "rejected": ""},
             "have an empty answer (key 'rejected')",
         ),
@@ -205,6 +209,31 @@ def test_tools_may_stand_beside_the_messages(tmp_path: Path, place: str) -> None
     [group, _] = groups_of(write_jsonl(tmp_path / "pairs.jsonl", [row] * 2), tokenizer=CHAT).samples
     [tool] = group.trajectories[0][0].metadata["tools"]
     assert tool["function"]["name"] == "search"
+
+
+PAIR = {"prompt": "q", "chosen": "good", "rejected": "bad"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([PAIR | {"score_chosen": 1, "score_rejected": 9}], "higher score than the chosen one"),
+        ([PAIR | {"chosen-rating": 1.0, "rejected-rating": 2.0}], "higher score than the chosen"),
+        ([PAIR | {"rejected": "go od"}], "answers that differ only in blanks"),
+        ([PAIR, {"prompt": "q", "chosen": "bad", "rejected": "good"}], "contradict an earlier row"),
+        ([PAIR | {"rejected": "nan"}], "an answer that is the name of a missing value"),
+        ([PAIR | {"prompt": said("q", "a")}], "prompts that end with a message of the assistant"),
+        ([GOOD | {"prompt": "another"}], "another prompt in the column 'prompt'"),
+        ([GOOD | {"chosen": said("q", "a", "w")}], "end with a message that nobody answers"),
+    ],
+)
+def test_pairs_that_are_rarely_meant_are_told(
+    tmp_path: Path, rows: list[dict[str, Any]], told: str
+) -> None:
+    report = report_of(write_jsonl(tmp_path / "rows.jsonl", rows))
+    assert report.error is None and [told in line for line in report.warnings] == [True]
+    usual = [PAIR | {"score_chosen": 9, "score_rejected": 1}, PAIR]
+    assert not report_of(write_jsonl(tmp_path / "usual.jsonl", usual)).warnings
 
 
 def test_equal_answers_are_counted_and_refused_where_there_is_nothing_else(tmp_path: Path) -> None:

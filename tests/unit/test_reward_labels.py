@@ -85,6 +85,9 @@ def test_labels_that_can_be_graded(
         ("1}", "braces"),
         ("()", "neither"),
         ("word " * 60, "a text of 60 words"),
+        ("unknown", "'unknown'"),
+        ("x<sup>2</sup>", "marks of HTML"),
+        ("2\x0crac12", "control characters"),
     ],
 )
 def test_labels_that_a_response_can_match_are_not_refused(label: str, said: str) -> None:

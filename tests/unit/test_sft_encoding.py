@@ -570,3 +570,100 @@ def test_tools_that_the_template_leaves_out_are_found() -> None:
 def test_a_label_may_be_messages(prompt: Any, label: Any) -> None:
     encoding = SftEncoding(make_tokenizer())
     assert encoding.encode(prompt, label) == encoding.encode([user(0), answer(0)])
+
+
+REMINDS = CHATML.replace(
+    "m['content'] +",
+    "m['content'] + (' BE BRIEF' if loop.last and m['role'] == 'user' else '') +",
+)
+MISTRAL = (  # no generation prompt, and the system message before the last question
+    "{{ bos_token }}{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}[INST] "
+    "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }} {% endif %}"
+    "{{ m.content }}[/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+R1_ZERO = (  # opens reasoning behind each question
+    "{% for m in messages %}{% if m.role == 'user' %}User: {{ m.content }} Assistant: <think>"
+    "{% else %}{{ m.content }}<EOS>{% endif %}{% endfor %}{# eos_token #}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "before", "trained"),
+    [
+        (REMINDS, [user(0), answer(0)], "USER0 BE BRIEF<|im_end|>\n<|im_start|>assistant\n",
+         "ANSWER0<|im_end|>"),
+        (MISTRAL, [SYSTEM, user(0), answer(0)], "[INST] SYSTEM USER0[/INST]", " ANSWER0<EOS>"),
+        (R1_ZERO, [user(0), thoughtful(0)], "<think>", "REASON0</think>ANSWER0<EOS>"),
+        (R1_ZERO, [user(0), answer(0)], "Assistant: ", "ANSWER0<EOS>"),
+    ],
+)  # fmt: skip
+def test_an_answer_follows_the_prompt_that_the_model_is_given(
+    template: str, messages: list[dict[str, Any]], before: str, trained: str
+) -> None:
+    """Also where the template writes the last question differently once it is answered."""
+    encoded, texts, tokenizer = encode(template, messages)
+    [sequence] = encoded.sequences
+    assert texts == [trained] and not encoded.left_out_roles
+    prompt = tokenizer.decode(sequence.tokens[: sequence.prompt_length])
+    assert prompt.endswith(before)
+    rendered = render_messages(tokenizer, messages[:-1])
+    assert rendered == prompt or encoded.without_reasoning == 1
+
+
+OWN_MARKS = CHATML.replace(
+    "m['content'] +", "('<M>' + m['thinking'] + '</M>' if 'thinking' in m else '') + m['content'] +"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "trained"),
+    [
+        ("<think>\n\n</think>\n\nANSWER0", "ANSWER0<|im_end|>"),
+        ("REASON0\n</think>\n\nANSWER0", "<M>REASON0</M>ANSWER0<|im_end|>"),
+        ("Close it with `</think>`.", "Close it with `</think>`.<|im_end|>"),
+    ],
+)
+def test_marks_of_reasoning_that_hold_none(said: str, trained: str) -> None:
+    assert encode(OWN_MARKS, [user(0), answer(0, content=said)])[1] == [trained]
+
+
+def test_what_of_an_answer_is_not_trained_is_found() -> None:
+    trims = CHATML.replace("m['content']", "m['content'].strip()")
+    indented = [user(0), answer(0, content="    x = 1\n    return x")]
+    assert encode(trims, indented)[0].lost_indentation == 1
+    assert encode(CHATML, indented)[0].lost_indentation == 0
+    assert encode(CHATML, [user(0), answer(0), user(1)])[0].unanswered
+    assert not encode(CHATML, [user(0), answer(0)])[0].unanswered
+    with pytest.raises(UserError, match="no assistant message to train on"):
+        encode(CHATML, [user(0), answer(0, content="", reasoning_content="REASON0")])
+
+
+@pytest.mark.parametrize(
+    ("label", "trained", "control_tokens"),
+    [
+        ("ANSWER0<|im_end|>\n", "ANSWER0<|im_end|>", 0),
+        ("ANSWER0<|im_end|>\n<|im_start|>user\n", "ANSWER0<|im_end|>\n<|im_start|>user\n", 1),
+    ],
+)
+def test_a_label_that_brings_more_than_an_answer(
+    label: str, trained: str, control_tokens: int
+) -> None:
+    tokenizer = make_tokenizer()
+    encoded = SftEncoding(tokenizer).encode("USER0", label)
+    (text,) = trained_texts(encoded, tokenizer)
+    assert text.removesuffix("<|im_end|>") == trained.removesuffix("<|im_end|>")
+    assert encoded.control_tokens == control_tokens
+
+
+def test_marks_for_training_end_with_the_last_answer() -> None:
+    """Empty turns and questions without an answer are not trained, whatever the template marks."""
+    marked = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<A>{{ m.content }}"
+        "<EOS>{% endgeneration %}{% else %}<U>{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<A>{% endif %}{# eos_token #}"
+    )
+    for messages in (
+        [user(0), answer(0), user(1)],
+        [user(0), answer(0, content=""), user(1), answer(0)],
+    ):
+        assert encode(marked, messages)[1] == ["ANSWER0<EOS>"]

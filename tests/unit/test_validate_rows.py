@@ -230,6 +230,101 @@ def test_answers_that_begin_with_their_prompt_are_told(tmp_path: Path, loss: str
     assert "1 of 2 rows have answers that begin with their prompt" in line
 
 
+SYSTEM = {"role": "system", "content": "be brief"}
+ASKED = {"role": "user", "content": "What is one and two?"}
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"input": "What is \x0crac{1}{2}?"}, "control characters where LaTeX commands were"),
+        ({"input": "one\ufffdtwo"}, "characters that an earlier conversion has lost"),
+        ({"input": r"One.\nTwo.\nThree."}, "line breaks that are written as a backslash and n"),
+        ({"input": "<image>What is it?"}, "have <image> in their prompt"),
+        ({"input": "[INST] 1+2= [/INST]"}, "the marks of another chat template"),
+        ({"input": "\n\nHuman: 1+2=\n\nAssistant:"}, "the marks of another chat template"),
+        ({"input": "1+2=", "rm_type": "gpqa"}, "name a reward in the column 'rm_type'"),
+        ({"input": [SYSTEM, SYSTEM, ASKED]}, "have a message that repeats the one before it"),
+        ({"input": [SYSTEM, ASKED], "system": "be long"}, "another system prompt in the column"),
+        ({"input": "1+2=\nAnswer: 3"}, "have a prompt that ends with its own answer"),
+        ({"input": "3"}, "have their prompt as the label"),
+    ],
+)
+def test_prompts_that_are_rarely_meant_are_told(
+    tmp_path: Path, row: dict[str, Any], told: str
+) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [GOOD, {"label": "3"} | row])
+    report = report_of(path, rm_type="math", apply_chat_template=True)
+    assert report.error is None
+    assert [told in line for line in report.warnings] == [True], report.warnings
+    usual = [{"input": [SYSTEM, ASKED], "label": "3", "system": "be brief"}, GOOD]
+    path = write_jsonl(tmp_path / "usual.jsonl", usual)
+    assert not report_of(path, rm_type="math", apply_chat_template=True).warnings
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "differs"),
+    [
+        ({"input": "1+2="}, {"input": " 1+2=\n"}, True),
+        ({"metadata": {"index": 1}}, {"metadata": {"index": 2}}, True),
+        ({"metadata": {"choices": ["a"]}}, {"metadata": {"choices": ["b"]}}, False),
+    ],
+)
+def test_a_prompt_with_two_labels_is_the_same_whatever_its_blanks_and_number(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any], differs: bool
+) -> None:
+    rows = [GOOD | first, GOOD | second | {"label": "4"}]
+    lines = report_of(write_jsonl(tmp_path / "rows.jsonl", rows), rm_type="math").warnings
+    assert ["have the prompt of an earlier row" in line for line in lines] == [True] * differs
+
+
+def test_labels_that_are_all_the_same_are_told(tmp_path: Path) -> None:
+    rows = [{"input": f"{number}", "label": "A"} for number in range(20)]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    assert "all 20 labels are 'A'" in report_of(path, rm_type="gpqa").warnings[0]
+    path = write_jsonl(tmp_path / "two.jsonl", [*rows, {"input": "x", "label": "B"}])
+    assert not report_of(path, rm_type="gpqa").warnings
+
+
+def test_repeated_prompts_are_noted(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [GOOD] * 21)
+    assert "20 of 21 prompts repeat an earlier one" in report_of(path).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "told"),
+    [
+        ({"hint": "1+2= is 3"}, ""),
+        ({"hint": '[{"role": "user", "content": "1+2= is 3"}]'}, ""),
+        ({"hints": "1+2= is 3"}, "1 of 1 rows have no prompt for the teacher (metadata 'hint')"),
+        ({"hint": " "}, "that is neither text nor messages"),
+        ({"hint": [1, 2]}, "that is neither text nor messages"),
+    ],
+)
+def test_a_prompt_for_the_teacher_is_read(
+    tmp_path: Path, metadata: dict[str, Any], told: str
+) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [GOOD | {"metadata": metadata}])
+    flags = {"use_opd": True, "opd_teacher_load": "self", "opd_teacher_prompt_key": "hint"}
+    config = config_of(path, rm_type="math", ref_load="x", hf_checkpoint="x", **flags)
+    report = validate_data(config, TOKENIZER)
+    lines = [str(report.error)] if report.error else report.warnings
+    assert told in "".join(lines) and len(lines) == bool(told)
+
+
+def test_evaluated_prompts_that_are_trained_are_told(tmp_path: Path) -> None:
+    rows = [{"input": f"{number}+1=", "label": str(number + 1)} for number in range(8)]
+    path = write_jsonl(tmp_path / "train.jsonl", rows)
+    asked = [row | {"input": [ASKED | {"content": f"{row['input']}\n"}]} for row in rows[6:]]
+    other = write_jsonl(tmp_path / "test.jsonl", [*asked, GOOD])
+    flags = {"eval_interval": 1, "eval_label_key": "label", "rm_type": "math"}
+    report = report_of(path, eval_prompt_data=["t", other], apply_chat_template=True, **flags)
+    (line,) = report.warnings
+    assert f"{other}: 2 of its 3 different prompts are in {path}" in line
+    report = report_of(path, eval_prompt_data=["t", f"{path}@[:4]"], **flags)
+    assert not report.warnings and "4 of its 4 different prompts" in report.notes[-1]
+
+
 @pytest.mark.parametrize("is_supervised", [False, True])
 def test_arguments_that_the_template_does_not_read_are_told(
     tmp_path: Path, is_supervised: bool
@@ -496,7 +591,7 @@ def test_the_rest_of_a_large_data_set_is_checked_beside_the_run(large: str, tmp_
     report = validate_data(config, TOKENIZER)
     assert (
         report.error is None
-        and "6000 of 21000 rows were checked" in report.notes[0]
+        and "6000 of 21000 rows were checked" in report.notes[-1]
         and not report.checked
     )
     said = queue.SimpleQueue[str]()

@@ -26,7 +26,9 @@ UNMARKED = "have a long text for a label, all of which a response would have to 
 #: Placeholders for a missing value; a response with the same text gives no answer.
 _NOT_A_VALUE = frozenset({"nan", "null", "undefined label", "[invalid]"})
 #: Text that may be a placeholder or an answer in words.
-_PERHAPS_A_VALUE = frozenset({"none", "n/a"})
+_PERHAPS_A_VALUE = frozenset({"none", "n/a", "na", "unknown", "tbd", "todo"})
+#: Tags and entities of HTML, which graders do not read.
+_HTML = re.compile(r"</?(?:su[bp]|i|b|br|p|span|em|strong)\s*/?>|&(?:[a-z]{2,8}\d{0,2}|#\d+);")
 
 _HAS_VALUE = re.compile(r"\w|\\(?:infty|emptyset|varnothing)|[∞∅√°%½⅓⅔¼¾]|\{\s*\\?\}")
 #: An empty LaTeX command, and characters that graders ignore.
@@ -95,6 +97,10 @@ def doubt_label(rm_type: str | None, label: Any) -> tuple[str, str] | None:
         why = f"is {answer!r:.60}, which has neither a number nor a word"
     elif _braces(answer) < 0:
         why = "has braces that do not match"
+    elif _HTML.search(answer):
+        why = f"is {answer!r:.60}, which has marks of HTML"
+    elif re.search(r"[\x07\x08\x0b\x0c]|[\t\r][a-z]", str(label)):
+        why = f"is {answer!r:.60}, which has control characters where LaTeX commands were"
     else:
         return None
     return f"have a label that --rm-type {rm_type} compares as text", why
@@ -168,6 +174,10 @@ def _check_gpqa(label: Any, metadata: dict[str, Any]) -> str | None:
     except UserError as error:
         return f"has choices in its metadata that cannot be read: {error.why}"
     if label_letter(label, letters, texts) is not None:
+        words = str(label).strip()
+        same = [letter for letter, text in texts.items() if str(text).strip() == words]
+        if len(same) > 1 and words not in letters:
+            return f"is {words!r:.60}, which is the text of the choices {' and '.join(same)}"
         return None
     among = f"none of the letters {letters[0]} to {letters[-1]}"
     return f"is {label!r:.60}, which is {among}" + (" and none of the choices" if texts else "")

@@ -3,6 +3,7 @@ instructions?"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,8 @@ from slime.rollout.rewards.labels import UNMARKED, check_label, doubt_label
 from slime.rollout.rewards.pool import check_rm_type
 from slime.user_code.overrides import override_of
 
+#: What stands before an answer.
+_ANSWER = r"(?:####|\\boxed\{|[Aa]nswer(?: is)?[:\s])\s*\$?"
 #: If at least this share of rows have such labels, the column is wrong.
 _WRONG_COLUMN = 0.5
 
@@ -85,7 +88,7 @@ class RewardJudge:
         if rm_type.removeprefix("boxed_") != NAME:
             reason = check_label(rm_type, prompt.label, metadata)
             if reason is None:
-                return self._doubt(rm_type, prompt.label)
+                return self._doubt(rm_type, prompt.label) or self._told_in(rm_type, prompt)
             return RowProblem(
                 f"have a label that --rm-type {rm_type} cannot grade",
                 f"the label {reason}",
@@ -113,6 +116,32 @@ class RewardJudge:
         return RowProblem(
             kind, f"the label {why}", fix, refuse_at=_WRONG_COLUMN if kind == UNMARKED else NEVER
         )
+
+    def _told_in(self, rm_type: str, prompt: Prompt) -> RowProblem | None:
+        """The problem of a prompt that has its own label as text, or ends with it."""
+        last = prompt.bare[-1] if isinstance(prompt.bare, list) else {"content": prompt.bare}
+        asked = "" if last.get("role") == "assistant" else str(last["content"]).strip()
+        label = str(prompt.label).strip()
+        if not compares_labels(rm_type) or not asked or not label:
+            return None
+        if asked == label:
+            return RowProblem(
+                "have their prompt as the label",
+                f"the first: {label!r:.80}",
+                f"name the column of the right answers ({self.label_flag})",
+                refuse_at=NEVER,
+            )
+        is_last = asked.rstrip(" \n.$}").endswith(label)
+        if is_last and re.search(
+            rf"{_ANSWER}{re.escape(label)}[\s.$}}]*$", asked[-len(label) - 80 :]
+        ):
+            return RowProblem(
+                "have a prompt that ends with its own answer",
+                f"the first ends with {asked[-80:]!r}",
+                "take the answer out of the prompt",
+                refuse_at=NEVER,
+            )
+        return None
 
     def _check_named(self, rm_type: str) -> None:
         check_rm_type(rm_type)
