@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import dataclasses
 import itertools
 import time
@@ -194,8 +193,6 @@ class RolloutLoop:
             await self._teachers.close()
         self._client = self._rewards = None
         forget_states(self.args)
-        if self in _newest:
-            _newest.clear()
 
     async def use_adapter(self, version: int, *, cut: bool) -> None:
         """Have requests name the policy's adapter of this version (`RolloutClient.use_adapter`)."""
@@ -273,10 +270,9 @@ class RolloutLoop:
                     media_folder=media_folder(self.config),
                     templated=self.config.data.apply_chat_template,
                     loop=asyncio.get_running_loop(),
+                    rollouts=self,
                 )
                 begin_state(state)
-                _LOOP.set(self)
-                _newest[:] = [self]
                 self._running[evaluation].append(state)
                 try:
                     yield state
@@ -537,20 +533,15 @@ def close_with_rollouts(clean_up: Callable[[], Awaitable[None]]) -> None:
     _CLEAN_UPS.append(clean_up)
 
 
-_LOOP: contextvars.ContextVar[RolloutLoop] = contextvars.ContextVar("slime_rollout_loop")
-_newest: list[RolloutLoop] = []
-"""The newest loop, at most one, for threads that users' code has started; see
-`slime.rollout.generate.begin_state`."""
-
-
 def current_loop() -> RolloutLoop:
     """Return the loop whose rollout this code runs in.
 
     Raises:
         UserError: called outside a rollout.
     """
-    current_state()  # explains when there is none
-    return _LOOP.get(*_newest)
+    loop = current_state().rollouts
+    assert isinstance(loop, RolloutLoop), "bound by the loop that generates"
+    return loop
 
 
 async def generate_rollout_async(

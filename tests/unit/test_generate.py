@@ -17,7 +17,6 @@ from slime.engines.client import RequestRefused, RolloutClient
 from slime.errors import UserError
 from slime.log import untold
 from slime.rollout.generate import (
-    append_result,
     bind_state,
     context_limit,
     generate,
@@ -315,7 +314,9 @@ def test_weight_versions_of_tokens_follow_the_engines_spans() -> None:
         "weight_version": "4",
         "token_weight_versions": [[0, 3], [2, 4]],
     }
-    append_result(sample, GenerateResult([7, 8, 9], [-1.0, -2.0, -3.0], "abc", "stop", meta))
+    sample.append_response_tokens(
+        tokens=[7, 8, 9], log_probs=[-1.0, -2.0, -3.0], meta_info=meta, text="abc"
+    )
     assert [(s.start, s.end, s.weight_version) for s in sample.token_spans] == [
         (0, 2, 3),
         (2, 3, 4),
@@ -325,10 +326,8 @@ def test_weight_versions_of_tokens_follow_the_engines_spans() -> None:
         and sample.weight_versions == ["4"]
         and sample.status is SampleStatus.COMPLETED
     )
-    append_result(
-        sample,
-        GenerateResult([5], [-1.0], "d", "length", {**meta, "token_weight_versions": [[0, 5]]}),
-    )
+    meta["token_weight_versions"] = [[0, 5]]
+    sample.append_response_tokens(tokens=[5], log_probs=[-1.0], meta_info=meta, text="d")
     assert [(s.start, s.end, s.weight_version) for s in sample.token_spans][-1] == (3, 4, 5)
     assert sample.rollout_log_probs == [-1.0, -2.0, -3.0, -1.0]
 
