@@ -319,9 +319,7 @@ class RolloutActor:
             writing = asyncio.to_thread(self.recorder.record_training, rollout_id, trained)
             self._recording = asyncio.ensure_future(writing)
         generates = not self.config.algorithm.trains_on_data
-        metrics: dict[str, float] = (
-            self.loop.take_idle() if self.loop is not None and generates else {}
-        )
+        metrics = self.loop.take_idle() if self.loop is not None and generates else {}
         return metrics | {"perf/rollout_memory_gb": self._footprint.gigabytes(os.getpid())}
 
     async def save_source(self, rollout_id: int) -> dict[str, Any]:
@@ -455,10 +453,7 @@ class RolloutHandle:
 
     def held_out(self, layout: TrainLayout) -> list[ray.ObjectRef]:
         """Return the held-out pairs, one shard per data-parallel rank."""
-        shards: list[ray.ObjectRef] = self._answer(
-            self._actor.held_out.remote(layout), "reading the held-out pairs"
-        )
-        return shards
+        return self._answer(self._actor.held_out.remote(layout), "reading the held-out pairs")
 
     def keep_references(self, scored: Sequence[TrainedTokens]) -> None:
         self._answer(self._actor.keep_references.remote(scored), "keeping log-probs")
@@ -467,8 +462,7 @@ class RolloutHandle:
         self, rollout_id: int, trained: Sequence[TrainedTokens] = ()
     ) -> dict[str, float]:
         ref = self._actor.mark_consumed.remote(rollout_id, trained)
-        metrics: dict[str, float] = self._answer(ref, "noting consumed prompts")
-        return metrics
+        return self._answer(ref, "noting consumed prompts")
 
     def use_adapter(self, version: int, cut: bool) -> None:
         """Make requests name the policy's adapter of this version; see
@@ -477,10 +471,8 @@ class RolloutHandle:
 
     def adapters_in_use(self) -> set[str]:
         """Return the names of the adapters that running requests use."""
-        names: set[str] = self._answer(
-            self._actor.adapters_in_use.remote(), "asking which adapters are in use"
-        )
-        return names
+        ref = self._actor.adapters_in_use.remote()
+        return self._answer(ref, "asking which adapters are in use")
 
     def give_up(self, rollout_id: int) -> None:
         self._answer(self._actor.give_up.remote(rollout_id), "giving a rollout up")
@@ -497,8 +489,7 @@ class RolloutHandle:
     def save_source(self, rollout_id: int) -> dict[str, Any]:
         """Return the data position for the checkpoint of ``rollout_id``."""
         ref = self._actor.save_source.remote(rollout_id)
-        state: dict[str, Any] = self._answer(ref, "asking for the data position")
-        return state
+        return self._answer(ref, "asking for the data position")
 
     def load_source(
         self,
@@ -513,17 +504,11 @@ class RolloutHandle:
         log_warnings(self._answer(ref, "restoring the data position"))
 
     def source_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._answer(
-            self._actor.source_state.remote(), "asking for the data position"
-        )
-        return state
+        return self._answer(self._actor.source_state.remote(), "asking for the data position")
 
     def newest_version(self) -> int:
         """Return the newest weight version in the journal; 0 without a journal."""
-        version: int = self._answer(
-            self._actor.newest_version.remote(), "asking what the journal has"
-        )
-        return version
+        return self._answer(self._actor.newest_version.remote(), "asking what the journal has")
 
     def watch_progress(self, show: Callable[[dict[str, float]], None]) -> Watch:
         """Return a watch that updates `counters` and `waits`, and shows the counters."""

@@ -13,7 +13,6 @@ import ray
 
 from slime import deadlines
 from slime.checkpoints.load_plan import going_on
-from slime.cluster.adapter_versions import AdapterVersions
 from slime.cluster.engine_table import State
 from slime.cluster.engines import Engines
 from slime.cluster.gpu_memory import EngineMemory, GpuMemoryOwner
@@ -35,7 +34,7 @@ from slime.cluster.waiting import (
     raise_failed,
     wait_for,
 )
-from slime.cluster.weight_push import WeightPush
+from slime.cluster.weight_push import AdapterVersions, WeightPush
 from slime.config.config import Config
 from slime.engines.api import EngineError
 from slime.engines.kinds import engine_of
@@ -509,8 +508,7 @@ class Cluster:
         A SIGTERM does not end the wait if the evaluation has already finished.
         """
         should_stop = (lambda: False) if evaluating.ends_within(0.0) else self._should_stop
-        found: dict[str, float] = self._wait_rollout(evaluating.ref, "evaluating", should_stop)
-        return found
+        return self._wait_rollout(evaluating.ref, "evaluating", should_stop)
 
     def save(
         self, rollout_id: int, pushed: Mapping[str, Any], metrics: Mapping[str, float]

@@ -172,7 +172,4 @@ async def overridden_evaluation(args: Any, rollout_id: int) -> RolloutFnEvalOutp
         return None
     with failures_of("the plugin's eval_rollout"):
         returned = await call_hook(own, args, rollout_id, what="the plugin's eval_rollout")
-    output: RolloutFnEvalOutput = wrapped(
-        returned[0] if isinstance(returned, tuple) else returned, True
-    )
-    return output
+    return wrapped(returned[0] if isinstance(returned, tuple) else returned, True)

@@ -9,7 +9,7 @@
 
 Running requests continue with their adapters; none is aborted. `connect` and pushes pause SGLang,
 with its requests in place, while they query its tensors. `slime.engines.client` chooses the version
-for each request; `slime.cluster.adapter_versions` unloads old ones.
+for each request; `slime.cluster.weight_push` unloads old ones.
 
 All calls are collective over the trainer ranks: all gather, rank 0 sends to all engines, and every
 rank returns the same receipt or raises the same error.

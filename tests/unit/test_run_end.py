@@ -379,7 +379,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     cluster = Cluster(make_config(), tmp_path)
     # no actors: that would need Ray
     trainers = trainer_group.Trainers.__new__(trainer_group.Trainers)
-    trainers._actors = {NamedActor("trainer-0"): SimpleNamespace(finish_saving=_FinishSaving)}
+    trainers.actors = {NamedActor("trainer-0"): SimpleNamespace(finish_saving=_FinishSaving)}
     cluster._trainers = trainers
 
     def wait(refs: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
