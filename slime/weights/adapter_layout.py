@@ -28,6 +28,8 @@ from slime.models.adapters import AdapterConfig, Side, begins_with_zeros, peft_n
 from slime.models.parameters import ModelParameters, Shape
 from slime.models.peft_config import plain_config
 
+SIDES: tuple[Side, ...] = ("A", "B")
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -105,7 +107,7 @@ class AdapterLayout:
         sent: dict[str, Shape] = {}
         pieces: dict[str, Piece] = {}
         for owner in modules.values():
-            for side in _SIDES:
+            for side in SIDES:
                 whole = owner.name_of(side)
                 sent[whole] = owner.shape_of(side, adapters)
                 for name, expert in owner.sources(side, trained):
@@ -222,9 +224,6 @@ def apart(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
             continue
         for number in range(run.first, run.last + 1):
             yield run.expert_name(number), shape[1:]
-
-
-_SIDES: tuple[Side, ...] = ("A", "B")
 
 
 @dataclass(frozen=True)

@@ -416,7 +416,8 @@ def write_hf(
         return Path(directory)
     try:
         with HfWriter(directory, assets_from, config_changes=config_changes) as writer:
-            start = _start_of(assets_from)
+            has_weights = any(Path(assets_from).glob("*.safetensors"))  # else only a config
+            start = HfReader(assets_from) if has_weights else None
             for name, tensor in tensors:
                 target = dtype_in(dtype, name, tensor.dtype)
                 if start is not None and name.endswith(_DTYPES_OF_START) and name in start.names():
@@ -438,12 +439,6 @@ def write_hf(
 #: Tensors whose dtype differs between published checkpoints of one architecture. The trainer holds
 #: them in float32; an export uses the dtype of the initial model.
 _DTYPES_OF_START = ("linear_attn.A_log", "linear_attn.norm.weight")
-
-
-def _start_of(directory: str | Path) -> HfReader | None:
-    """Open the initial weights of a model; None if the directory has only a config."""
-    has_weights = any(Path(directory).glob("*.safetensors"))
-    return HfReader(directory) if has_weights else None
 
 
 def exhaust(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -251,7 +251,7 @@ def test_engines_must_be_alike(make_run: MakeRun, serve: Serve) -> None:
     first, second = serve(), serve(dtype="float32", random_seed=2)
     run = make_run(rollout_external_engine_addrs=(first.url, second.url))
     table = EngineTable(unlaunched(first.url, second.url))
-    external = ExternalEngines(run.external._config, table, run, None, shares_gpus=False)
+    external = ExternalEngines(run.external.config, table, run, None, shares_gpus=False)
     with pytest.raises(UserError, match=f"{second.url} is not like the others") as caught:
         external.check_named()
     assert "--dtype bfloat16" in caught.value.fix
