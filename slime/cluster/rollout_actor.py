@@ -149,7 +149,7 @@ class RolloutActor:
             self.config, self.tokenizer, self.source, router_url, router_urls, self.journal
         )
         self.loop.record_failure = self.recorder.record_failure
-        self.loop.lost = _exit_with_reason
+        self.loop.on_blocked = _exit_with_reason
         await self.loop.start()
         freeze_gc(many_samples=True)
         return untold()

@@ -44,7 +44,7 @@ logger = get_logger(__name__)
 _MOST_DROPS = 1000
 
 #: --stale-samples → the metric that counts the stale groups.
-_BECAME = {
+_STALE_METRICS = {
     "correct": "rollout/num_stale_corrected",
     "requeue": "rollout/num_stale_requeued",
     "drop": "rollout/num_stale_dropped",
@@ -56,7 +56,7 @@ class Decision(StrEnum):
     DROP = "drop"
     FAILED = "failed"
     STALE = "stale"
-    AGAIN = "again"
+    REQUEUE = "requeue"
     """Generated again in another rollout."""
 
 
@@ -75,7 +75,9 @@ class Collected:
     chosen: list[GroupRun]
     finished: list[GroupRun]
     drops: Counter[str] = field(default_factory=Counter)
-    stale: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_BECAME.values(), 0)))
+    stale: Counter[str] = field(
+        default_factory=lambda: Counter(dict.fromkeys(_STALE_METRICS.values(), 0))
+    )
     num_failed: int = 0
     num_surplus: int = 0
     num_aborted: int = 0
@@ -124,11 +126,11 @@ class DynamicSampler:
         self._most_drops = max(_MOST_DROPS, 10 * self.target)
         path = getattr(self.runner.state.args, "data_source_path", None)
         self._source_name = named(path, "--data-source-path") if path else "the data source"
-        self.verdicts: dict[int, Decision] = {}  # by GroupRun.order
+        self.decisions: dict[int, Decision] = {}  # by GroupRun.order
         self.result = Collected([], [])
         # groups certain to be in the batch; may exceed the target
         self._certain: list[GroupRun] = []
-        # in deterministic mode: every group drawn before this one has its verdict
+        # in deterministic mode: every group drawn before this one has its decision
         self._next_certain = 0
         self._num_rejected = 0
         self._drops_in_a_row = 0
@@ -159,7 +161,7 @@ class DynamicSampler:
         judged = [
             run
             for run in self.drawn
-            if self.verdicts.get(run.order) in (Decision.KEEP, Decision.DROP)
+            if self.decisions.get(run.order) in (Decision.KEEP, Decision.DROP)
         ]
         result.finished = sorted(judged, key=_sample_index)
         return result
@@ -170,17 +172,17 @@ class DynamicSampler:
         """Groups that are kept or may still be kept."""
         return len(self.drawn) - self._num_rejected
 
-    def _decide(self, run: GroupRun, verdict: Decision) -> None:
-        """Note a verdict; a rejected group is not drawn again after a resume."""
-        self.verdicts[run.order] = verdict
-        if verdict is not Decision.KEEP:
+    def _decide(self, run: GroupRun, decision: Decision) -> None:
+        """Note a decision; a rejected group is not drawn again after a resume."""
+        self.decisions[run.order] = decision
+        if decision is not Decision.KEEP:
             self._num_rejected += 1
-            if verdict is not Decision.AGAIN:
+            if decision is not Decision.REQUEUE:
                 self.source.mark_discarded([run.index])
         elif not self.deterministic:
             self._certain.append(run)
-        while self.deterministic and self._next_certain in self.verdicts:
-            if self.verdicts[self._next_certain] is Decision.KEEP:
+        while self.deterministic and self._next_certain in self.decisions:
+            if self.decisions[self._next_certain] is Decision.KEEP:
                 self._certain.append(self.drawn[self._next_certain])
             self._next_certain += 1
 
@@ -252,7 +254,7 @@ class DynamicSampler:
     def _takes_stale(self, run: GroupRun) -> bool:
         """Apply --stale-samples to a stale group that was drawn; return whether the group is
         used."""
-        self.result.stale[_BECAME[self.stale_samples]] += 1
+        self.result.stale[_STALE_METRICS[self.stale_samples]] += 1
         if self.stale_samples == "drop":
             self._decide(run, Decision.STALE)
             return False
@@ -268,7 +270,7 @@ class DynamicSampler:
         generate function can return such tokens. Another group is drawn instead."""
         if not self._is_stale(run):
             return False
-        self.result.stale[_BECAME[self.stale_samples]] += 1
+        self.result.stale[_STALE_METRICS[self.stale_samples]] += 1
         if self.stale_samples == "correct":
             self._corrected.add(run.order)
             return False
@@ -282,7 +284,7 @@ class DynamicSampler:
                 fix="leave older tokens out in that function, or pass --stale-samples correct to "
                 "train on them",
             )
-        self._decide(run, Decision.STALE if self.stale_samples == "drop" else Decision.AGAIN)
+        self._decide(run, Decision.STALE if self.stale_samples == "drop" else Decision.REQUEUE)
         return True
 
     def _note(self, kind: RecordKind, run: GroupRun) -> None:
@@ -409,10 +411,10 @@ class DynamicSampler:
         taken = {run.order for run in chosen}
         back = []
         for run in self.drawn:
-            verdict = self.verdicts.get(run.order)
-            if run.order in taken or verdict in (Decision.DROP, Decision.FAILED, Decision.STALE):
+            decision = self.decisions.get(run.order)
+            if run.order in taken or decision in (Decision.DROP, Decision.FAILED, Decision.STALE):
                 continue
-            if verdict is Decision.AGAIN:
+            if decision is Decision.REQUEUE:
                 run.restart()
                 back.append(run)
                 continue
@@ -431,11 +433,11 @@ class DynamicSampler:
         """Put a group into the state from which the next rollout continues it."""
         if run.is_generated and not self.deterministic:
             # it finished after the batch was full: it was neither judged nor recorded
-            if run.order not in self.verdicts:
+            if run.order not in self.decisions:
                 self._note(RecordKind.FINISHED if run.is_scored else RecordKind.BEGUN, run)
             return
         if self.deterministic or not self.partial_rollout:
-            if run.order in self.verdicts or run.is_restored:
+            if run.order in self.decisions or run.is_restored:
                 self._note(RecordKind.FORGOTTEN, run)
             run.restart()
             return
@@ -453,7 +455,7 @@ class DynamicSampler:
 
     def progress(self) -> dict[str, float]:
         """``done`` and ``target`` in groups, ``tokens`` generated so far."""
-        kept = sum(verdict is Decision.KEEP for verdict in self.verdicts.values())
+        kept = sum(decision is Decision.KEEP for decision in self.decisions.values())
         tokens = sum(sample.response_length for run in self.drawn for sample in run.samples)
         return {"done": min(kept, self.target), "target": self.target, "tokens": tokens}
 
@@ -503,7 +505,7 @@ def _wrong_group(
 
 def _identity_of(samples: Sequence[Sample]) -> set[tuple[str, int | None]]:
     """Indices that no other group of a rollout may have: the group's, and those of its samples."""
-    of_group = (
+    indices = (
         {("group_index", samples[0].group_index)} if samples[0].group_index is not None else set()
     )
-    return of_group | {("index", sample.index) for sample in samples}
+    return indices | {("index", sample.index) for sample in samples}

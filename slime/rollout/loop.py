@@ -133,10 +133,10 @@ class RolloutLoop:
         if self._images is not None:
             self._images.reader.take_seconds()  # drops the time spent on checking rows
         self._watched: WatchedLoop | None = None
-        self.record_failure: RecordFailure = lambda rollout_id, samples, while_, error: None
+        self.record_failure: RecordFailure = lambda rollout_id, samples, stage, error: None
         """Called with each failure: rollout (None: an evaluation), samples, stage, error."""
-        # called when code blocks the event loop for good
-        self.lost: Callable[[str], object] = logger.error
+        self.on_blocked: Callable[[str], object] = logger.error
+        """Called with a message when users' code blocks the event loop for good."""
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class RolloutLoop:
             self._watched = watch_loop(
                 asyncio.get_running_loop(),
                 self._blocking_limit,
-                lambda message: self.lost(message),
+                lambda message: self.on_blocked(message),
             )
             self._rewards = RewardPool(config, self.args)
             if config.distillation.use_opd:
@@ -359,11 +359,11 @@ class RolloutLoop:
             stale_samples=self.config.sync.stale_samples,
         )
         state.progress = sampler.progress
-        state.waits = lambda: sampler.watchdog.words
+        state.waits = lambda: sampler.watchdog.waits_for
         state.client.counters.take()
         async with _load_snapshots(state.client) as loads:
             collected = await sampler.collect()
-        taught = {} if teachers is None else canary | teachers.metrics()
+        teacher_metrics = {} if teachers is None else canary | teachers.metrics()
         if rollout.rollout_sample_filter_path:
             views = [run.samples for run in collected.chosen]
             await call_with_groups("rollout_sample_filter_path", self.args, views, limit=limit)
@@ -375,7 +375,7 @@ class RolloutLoop:
         groups = [run.to_group() for run in collected.chosen]
         restored = self._journal.metrics() if self._journal is not None else {}
         metrics = _counters(collected, runner) | load_metrics(loads) | rewards.metrics()
-        return RolloutFnTrainOutput(groups, metrics | restored | taught)
+        return RolloutFnTrainOutput(groups, metrics | restored | teacher_metrics)
 
     def progress(self, evaluation: bool = False) -> dict[str, float]:
         """``done`` and ``target`` in prompts and ``tokens`` so far: of the oldest running rollout
@@ -458,9 +458,7 @@ class RolloutLoop:
 
         def started(tasks: Tasks, watchdogs: Sequence[Watchdog]) -> None:
             state.progress = lambda: progress_of(tasks)
-            state.waits = lambda: next(
-                (watchdog.words for watchdog in watchdogs if watchdog.words), ""
-            )
+            state.waits = lambda: next(filter(None, (one.waits_for for one in watchdogs)), "")
 
         output = await evaluate(
             sets,
