@@ -114,8 +114,6 @@ class EngineTeacher:
             )
         assert answer is not None, "nobody aborts a teacher's requests"
         meta = answer.get("meta_info") or {}
-        count = len(tokens) - start
-        entries = list(meta.get("input_token_logprobs") or [])[-count:]
         told = meta.get("prompt_tokens")
         if images and told is not None and told != len(tokens):
             raise EngineError(
@@ -125,12 +123,33 @@ class EngineTeacher:
             )
         # engines may use other ids for placeholders, which are not trained
         unread = {place - start for first, size in runs for place in range(first, first + size)}
-        own = list(tokens[start:])
+        return self._read(meta, list(tokens[start:]), unread, top_k)
+
+    def _read(
+        self, meta: dict[str, Any], tokens: list[int], unread: set[int], top_k: int
+    ) -> tuple[list[float], list[list[tuple[float, int]]]]:
+        """Return log-probs and most likely tokens from an answer, as `log_probs` does.
+
+        Args:
+            tokens: those that were asked about.
+            unread: the places of placeholders among them.
+        """
+        count = len(tokens)
+        entries = list(meta.get("input_token_logprobs") or [])[-count:]
         named = [
-            own[place] if place in unread and place < count else entry[1]
+            tokens[place] if place in unread and place < count else entry[1]
             for place, entry in enumerate(entries)
         ]
-        self._check_alignment(named, own)
+        if named != tokens:
+            place = next(
+                (n for n, (its, own) in enumerate(zip(named, tokens)) if its != own),
+                min(len(named), count),
+            )
+            raise EngineError(
+                self.url,
+                f"teacher {self.name} was asked about {count} tokens and answered about "
+                f"{len(named)}; the first difference is at position {place}",
+            )
         values = [math.nan if entry[0] is None else float(entry[0]) for entry in entries]
         values = [0.0 if place in unread else value for place, value in enumerate(values)]
         if not all(map(math.isfinite, values)):
@@ -143,19 +162,6 @@ class EngineTeacher:
                 self.url, f"answered with most likely tokens for {len(rows)} of {count} tokens"
             )
         return values, [[(float(entry[0]), int(entry[1])) for entry in row] for row in rows]
-
-    def _check_alignment(self, told: list[int], asked: list[int]) -> None:
-        if told == asked:
-            return
-        place = next(
-            (n for n, (its, own) in enumerate(zip(told, asked)) if its != own),
-            min(len(told), len(asked)),
-        )
-        raise EngineError(
-            self.url,
-            f"teacher {self.name} was asked about {len(asked)} tokens and answered about "
-            f"{len(told)}; the first difference is at position {place}",
-        )
 
     async def check(self, tokens: Sequence[int], pictures: ImageCanary | None) -> float:
         """Score the canary; return the mean difference from the first time, in nats.
