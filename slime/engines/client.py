@@ -29,7 +29,7 @@ from slime import deadlines
 from slime.engines.adapters import ADAPTER_FIELD, GENERATING, with_version
 from slime.engines.api import LOADS_PATH, EngineClient, EngineError, GenerateResult
 from slime.engines.request_fields import SamplingParams
-from slime.engines.workers import ROUTING_KEY_HEADER, RouterWorker, list_workers
+from slime.engines.router import ROUTING_KEY_HEADER, RouterWorker, list_workers
 from slime.log import get_logger
 
 logger = get_logger(__name__)
@@ -358,7 +358,10 @@ class RolloutClient:
             num_input_tokens=len(input_ids),
             past_router=loses_fields(body),
         )
-        return _aborted_result() if answer is None else GenerateResult.from_json(answer)
+        if answer is None:
+            meta = {"finish_reason": {"type": "abort"}, "completion_tokens": 0}
+            return GenerateResult([], [], "", "abort", meta)
+        return GenerateResult.from_json(answer)
 
     async def post(
         self,
@@ -606,9 +609,3 @@ def num_requests(loads: dict[str, Any]) -> int:
         3
     """
     return sum(item["num_running_reqs"] + item["num_waiting_reqs"] for item in loads["loads"])
-
-
-def _aborted_result() -> GenerateResult:
-    return GenerateResult(
-        [], [], "", "abort", {"finish_reason": {"type": "abort"}, "completion_tokens": 0}
-    )

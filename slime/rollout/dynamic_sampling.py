@@ -154,7 +154,9 @@ class DynamicSampler:
             await self._stop_running()
         finally:
             await self._cancel(self._tasks)
-        chosen = [run.for_training() for run in self._certain[: self.target]]
+        chosen = self._certain[: self.target]
+        for sample in (sample for run in chosen for sample in run.samples):
+            sample.drawn_as = sample.as_drawn = None  # how it was drawn is of no use in training
         self._put_back(chosen)
         result = self.result
         result.chosen = sorted(chosen, key=_sample_index)

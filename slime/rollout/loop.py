@@ -25,8 +25,7 @@ from slime.engines.adapters import adapter_name
 from slime.engines.api import EngineClient, EngineError
 from slime.engines.client import RolloutClient
 from slime.engines.keys import key_of
-from slime.engines.router import wants_routing_key
-from slime.engines.workers import list_workers
+from slime.engines.router import list_workers, wants_routing_key
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.models import vocab_size_of

@@ -237,12 +237,6 @@ class GroupRun:
                 first.as_drawn = prompt.to_dict()
         return self.samples
 
-    def for_training(self) -> GroupRun:
-        """Return this group after removing ``drawn_as`` and ``as_drawn`` from its samples."""
-        for sample in self.samples:
-            sample.drawn_as = sample.as_drawn = None
-        return self
-
 
 def copy_of_prompt(sample: Sample) -> Sample:
     """Return a copy that shares nothing mutable that generation touches."""

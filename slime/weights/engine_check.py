@@ -132,7 +132,7 @@ class SliceDigest:
         """Return slice key → fingerprint."""
         take = FINGERPRINTS[self.method]
         return {
-            slice_key((dim, a, b)): take(_narrow(tensor, dim, a, b))
+            slice_key((dim, a, b)): take(tensor.narrow(dim, a, b - a) if tensor.dim() else tensor)
             for dim, a, b in self.slices[name]
         }
 
@@ -423,10 +423,6 @@ def _slices(answer: Mapping[str, Any]) -> dict[str, Slice | None]:
         name: None if part is None else (part[0], part[1], part[2])
         for name, part in answer["slices"].items()
     }
-
-
-def _narrow(tensor: torch.Tensor, dim: int, start: int, stop: int) -> torch.Tensor:
-    return tensor.narrow(dim, start, stop - start) if tensor.dim() else tensor
 
 
 def _covers(parts: Sequence[Slice | None], shape: Sequence[int]) -> bool:

@@ -111,7 +111,11 @@ class ModelSource:
             match = match_parameter(self._family, name, self._spec, tensor)
             if match is not None:
                 self._matches[name] = match
-        self._plan = [(held, self._match_of(held.name)) for held in self._exchange()]
+        self._plan: list[tuple[PlacedParameter, Match]] = []
+        for held in self._exchange():
+            match = self._matches.get(held.name) or match_of(self._family, held.name, self._spec)
+            assert match is not None
+            self._plan.append((held, match))
         # the experts of a stack share its name
         self._names = list(dict.fromkeys(name for _, match in self._plan for name in match.exports))
 
@@ -144,11 +148,6 @@ class ModelSource:
 
     def names(self) -> list[str]:
         return self._names
-
-    def _match_of(self, name: str) -> Match:
-        match = self._matches.get(name) or match_of(self._family, name, self._spec)
-        assert match is not None
-        return match
 
     def _exchange(self) -> list[PlacedParameter]:
         """Exchange the parameters' places over pipeline stages and expert ranks; return them in

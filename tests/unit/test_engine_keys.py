@@ -20,8 +20,7 @@ from slime.cluster import engine_fit
 from slime.engines import keys
 from slime.engines.api import EngineClient, EngineError
 from slime.engines.keys import NO_KEY, VARIABLE, Key, RunKeys, admits, key_of
-from slime.engines.router import register_workers, router_flags
-from slime.engines.workers import list_workers
+from slime.engines.router import list_workers, register_workers, router_flags
 from slime.errors import UserError
 from slime.weights.transport import EngineSlots
 from tests.support.router_server import router_process, wait_healthy
