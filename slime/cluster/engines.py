@@ -310,7 +310,7 @@ class Engines:
         handles = [self._handles[part] for part in engine.parts]
         killed = {handle.worker: handle.kill(how) for handle in handles}
         try:
-            self.routers.take_out(url)
+            self.routers.remove_worker(url)
         except EngineError as error:
             # requests that the router still sends there fail and are retried
             logger.warning("%s is still behind the router: %s", engine.name, error)
@@ -522,7 +522,7 @@ class Engines:
             self._poll_servers(self.routers.handles.values(), "")  # restarts a router that died
         for engine in self.table.in_state(State.REJOINING):
             try:
-                self.routers.put_behind(engine.url)
+                self.routers.add_worker(engine.url)
             except EngineError as error:
                 self._handle_loss(engine, f"was refused by the router ({error})")
                 continue

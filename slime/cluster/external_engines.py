@@ -394,7 +394,7 @@ class ExternalEngines:
 
     def _leave_router(self, url: str) -> bool:
         try:
-            self.engines.routers.take_out(url)
+            self.engines.routers.remove_worker(url)
         except EngineError as error:
             # requests that the router still sends there may fail and are retried
             logger.warning("%s is still behind the router: %s", url, error)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import ray
@@ -32,6 +32,11 @@ from slime.prompts.source import load_source, make_source, save_source, source_a
 from slime.samples.batch import TrainBatch, TrainedTokens, TrainLayout
 from slime.samples.types import Group, VersionWindow
 from slime.user_code.hooks import RolloutFnTrainOutput
+
+if TYPE_CHECKING:  # imported by the methods that need them, when the actor starts
+    from slime.rollout.journal import Journal
+    from slime.rollout.loop import RolloutLoop
+    from slime.rollout.reference_cache import ReferenceCache
 
 logger = get_logger(__name__)
 
@@ -77,13 +82,12 @@ class RolloutActor:
         remember(checked)
         self._groups_of: dict[int, list[int]] = {}
         self._under_way: dict[int, asyncio.Task[RolloutResult]] = {}
-        self.loop: Any = None  # a `RolloutLoop`, from `connect` on
+        self.loop: RolloutLoop | None = None  # from `connect` on
         self._footprint = Footprint()
         # writes the last rollout's training data beside its samples
         self._recording: asyncio.Future[None] | None = None
-        self.journal: Any = None  # a `slime.rollout.journal.Journal`, unless it is switched off
-        # a `slime.rollout.reference_cache.ReferenceCache`, where preferences need a reference
-        self.references: Any = None
+        self.journal: Journal | None = None  # unless it is switched off
+        self.references: ReferenceCache | None = None  # if preferences need a reference
         self._held_out: list[Group] | None = None
         log_to_file_only(
             "rollout", run_path / "logs", config.observe.log_level, *config.for_hiding()

@@ -148,12 +148,10 @@ class TrainerActor(RankActor):
                 "world_size": self.world_size,
                 "start_version": version,
             }
-            adapters = self.backend.adapters
-            self.sync = (
-                WeightSync(*model, **ranks)
-                if adapters is None
-                else AdapterSync(*model, adapters, **ranks)
-            )
+            if self.backend.adapters is None:
+                self.sync = WeightSync(*model, **ranks)
+            else:
+                self.sync = AdapterSync(*model, self.backend.adapters, **ranks)
         self.sync.connect(engines, on_this_node=on_this_node)
 
     def update_weights(

@@ -212,20 +212,30 @@ class RolloutLoop:
         return limit
 
     def make_runner(
-        self, state: GenerateState, rewards: RewardPool | None, **options: Any
+        self,
+        state: GenerateState,
+        rewards: RewardPool | None,
+        *,
+        rollout_id: int | None,
+        evaluation: bool = False,
+        **options: Any,
     ) -> GroupRunner:
-        """Make a runner with this run's limits and record of failures; ``options`` are those of
-        `GroupRunner`."""
-        limit = self.config.rollout.rollout_stall_timeout
-        is_evaluation = options.get("evaluation", False)
-        which = None if is_evaluation else options["rollout_id"]
-        teachers = None if is_evaluation else self._teachers
+        """Make a runner with this run's limits, teachers and record of failures; the arguments are
+        those of `GroupRunner`."""
 
         def on_failure(trajectory: Trajectory, error: Exception) -> None:
-            self.record_failure(which, trajectory.samples, trajectory.activity.value, error)
+            number = None if evaluation else rollout_id
+            self.record_failure(number, trajectory.samples, trajectory.activity.value, error)
 
         return GroupRunner(
-            state, rewards, hook_limit=limit, teachers=teachers, on_failure=on_failure, **options
+            state,
+            rewards,
+            rollout_id=rollout_id,
+            evaluation=evaluation,
+            teachers=None if evaluation else self._teachers,
+            hook_limit=self.config.rollout.rollout_stall_timeout,
+            on_failure=on_failure,
+            **options,
         )
 
     @property
