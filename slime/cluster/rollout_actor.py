@@ -35,7 +35,6 @@ from slime.user_code.hooks import RolloutFnTrainOutput
 
 if TYPE_CHECKING:  # imported by the methods that need them, when the actor starts
     from slime.rollout.journal import Journal
-    from slime.rollout.loop import RolloutLoop
     from slime.rollout.reference_cache import ReferenceCache
 
 logger = get_logger(__name__)
@@ -82,7 +81,7 @@ class RolloutActor:
         remember(checked)
         self._groups_of: dict[int, list[int]] = {}
         self._under_way: dict[int, asyncio.Task[RolloutResult]] = {}
-        self.loop: RolloutLoop | None = None  # from `connect` on
+        self.loop: Any = None  # a `RolloutLoop`, from `connect` on
         self._footprint = Footprint()
         # writes the last rollout's training data beside its samples
         self._recording: asyncio.Future[None] | None = None

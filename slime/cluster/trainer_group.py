@@ -143,11 +143,8 @@ class TrainerActor(RankActor):
         assert self.backend.hf_config is not None
         if self.sync is None:
             model = (self.config, self.backend.pushed_chunks, self.backend.hf_config)
-            ranks: Any = {
-                "rank": self.rank,
-                "world_size": self.world_size,
-                "start_version": version,
-            }
+            ranks: Any = {"rank": self.rank, "world_size": self.world_size}
+            ranks["start_version"] = version
             if self.backend.adapters is None:
                 self.sync = WeightSync(*model, **ranks)
             else:
