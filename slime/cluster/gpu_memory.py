@@ -32,7 +32,7 @@ from slime.cluster.engine_table import (
     EngineTable,
 )
 from slime.engines.api import EngineError
-from slime.engines.fleet import Body, EngineFleet, answers
+from slime.engines.fleet import Body, EngineFleet, checked_answers
 from slime.log import get_logger
 
 logger = get_logger(__name__)
@@ -259,4 +259,4 @@ class EngineMemory:
         for url, outcome in outcomes.items():
             if not isinstance(outcome, EngineError):
                 note(url)
-        answers(list(outcomes.values()))
+        checked_answers(list(outcomes.values()))

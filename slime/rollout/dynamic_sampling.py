@@ -201,7 +201,7 @@ class DynamicSampler:
                     fix="return list[group][Sample]",
                 )
         except FunctionFailed as error:
-            self._draw_failed(error)
+            self._note_failed_draw(error)
             return
         if not groups:
             raise UserError(
@@ -211,9 +211,9 @@ class DynamicSampler:
                 fix="give more data, or lower --rollout-batch-size",
             )
         for samples in groups:
-            wrong = _wrong_group(samples, self.group_size, self._identities, self._source_name)
+            wrong = _group_problem(samples, self.group_size, self._identities, self._source_name)
             if wrong is not None:
-                self._draw_failed(wrong)
+                self._note_failed_draw(wrong)
                 continue
             self._identities |= _identity_of(samples)
             run = self._restored(samples)
@@ -226,7 +226,7 @@ class DynamicSampler:
             self._tasks[task] = run
             task.add_done_callback(self._finished.put_nowait)
 
-    def _draw_failed(self, error: FunctionFailed) -> None:
+    def _note_failed_draw(self, error: FunctionFailed) -> None:
         self.result.num_failed += 1
         if self.result.num_failed > self.num_failures_allowed:
             raise error
@@ -468,7 +468,7 @@ def _sample_index(run: GroupRun) -> int:
     return index
 
 
-def _wrong_group(
+def _group_problem(
     samples: Any, group_size: int, taken: Collection[tuple[str, int | None]], source: str
 ) -> FunctionFailed | None:
     """The error for an invalid group from a data source; None if the group is valid.

@@ -199,14 +199,14 @@ class EngineTeacher:
             self._first = found
             return 0.0
         first = self._first
-        apart = statistics.fmean(abs(a - b) for a, b in zip(first, found))
-        if apart > max(_CANARY_LEAST, _CANARY_SHARE * statistics.pstdev(first)):
+        differences = statistics.fmean(abs(a - b) for a, b in zip(first, found))
+        if differences > max(_CANARY_LEAST, _CANARY_SHARE * statistics.pstdev(first)):
             raise UserError(
                 f"teacher {self.name} at {self.url} has other weights than at the start",
-                why=f"its log-probs of the canary differ by {apart:.3g} on average",
+                why=f"its log-probs of the canary differ by {differences:.3g} on average",
                 fix="start it again with the model that it had; nothing may push weights to it",
             )
-        return apart
+        return differences
 
 
 class TeacherPool:
@@ -262,11 +262,11 @@ class TeacherPool:
             tokens = self._canary_tokens(vocab_size or 2 * _CANARY_TOKENS)
             self._canary = (tokens, ImageCanary.of(self._config, tokens))
         canary = self._canary
-        apart = await asyncio.gather(*(teacher.check(*canary) for teacher in teachers))
+        differences = await asyncio.gather(*(teacher.check(*canary) for teacher in teachers))
         for teacher in teachers:
             teacher.client.busy.take_idle_ratio()
             teacher.client.counters.take()
-        return {"rollout/teacher_canary_abs_diff": max(apart)}
+        return {"rollout/teacher_canary_abs_diff": max(differences)}
 
     def _canary_tokens(self, vocab_size: int) -> list[int]:
         count = 2 * _CANARY_TOKENS

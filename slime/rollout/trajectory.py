@@ -44,8 +44,8 @@ from slime.rollout.validate_generate_output import (
     finish_samples,
     keep_identity,
     samples_of,
-    tell_of_other_prompt,
-    tell_of_text_alone,
+    warn_of_missing_end_token,
+    warn_of_other_prompt,
 )
 from slime.samples.types import Group, Sample, SampleStatus
 from slime.user_code.calls import run_isolated
@@ -567,9 +567,9 @@ class GroupRunner:
         for sample in samples if trajectory.function else ():
             check_values(sample, origin, self.state.vocab_size, self.state.args)
             if not is_fan_out:
-                tell_of_other_prompt(sample, prompt, origin)
+                warn_of_other_prompt(sample, prompt, origin)
         if not self.evaluation:
-            tell_of_text_alone(from_text, origin, self.state)
+            warn_of_missing_end_token(from_text, origin, self.state)
         trajectory.samples = samples
         trajectory.fanned_out = is_fan_out
         trajectory.function = ""

@@ -248,10 +248,10 @@ class Session:
             if self._tracks_staleness:
                 metrics |= self.staleness.metrics(batch.versions, self.step)
             metrics |= self.cluster.train(batch)
-        self.trained(batch.rollout_id, metrics)
+        self.note_trained(batch.rollout_id, metrics)
         return metrics
 
-    def trained(self, rollout_id: int, metrics: dict[str, float]) -> None:
+    def note_trained(self, rollout_id: int, metrics: dict[str, float]) -> None:
         self._last_trained = rollout_id
         self._unlogged_metrics = metrics
 

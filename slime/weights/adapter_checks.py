@@ -14,7 +14,7 @@ from slime.engines.wire.abilities import Abilities
 from slime.errors import UserError
 from slime.models.adapters import peft_name, split_peft_name
 from slime.models.parameters import Shape
-from slime.weights.adapter_layout import SIDES, AdapterLayout, LargestValues, apart
+from slime.weights.adapter_layout import SIDES, AdapterLayout, LargestValues, split_runs
 
 #: A step of this size changes some of 30,000 bfloat16 numbers around 0.01.
 _LEAST_RATE = 1e-7
@@ -96,7 +96,7 @@ def check_names(given: Mapping[str, Shape], expected: Mapping[str, Shape], what:
     Raises:
         UserError: names the first ones.
     """
-    given = dict(apart(given))
+    given = dict(split_runs(given))
     if stray := [name for name in given if name not in expected]:
         raise UserError(
             f"{what} has {len(stray)} tensors that belong to no layer with an adapter: "

@@ -148,7 +148,7 @@ class AdapterLayout:
 
     def fits(self, name: str, shape: Shape) -> bool:
         """Tell whether these are a trained tensor, or a run of experts, and its shape."""
-        return all(self.trained.get(one) == own for one, own in apart({name: shape}))
+        return all(self.trained.get(one) == own for one, own in split_runs({name: shape}))
 
     def place(self, name: str, tensor: torch.Tensor, views: Mapping[str, torch.Tensor]) -> None:
         """Copy a trained tensor, or a run of experts, to its place among the sent ones, which start
@@ -215,7 +215,7 @@ class AdapterLayout:
         return plain_config(self.adapters.rank, self.adapters.alpha, self.targets, base)
 
 
-def apart(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
+def split_runs(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
     """Yield (name, shape) of each tensor, with single experts in place of runs."""
     for name, shape in shapes.items():
         run = ExpertRun.parse(name)

@@ -378,7 +378,7 @@ def collect_adapters(
         if is_writer:  # buffers are reused; only the writer keeps copies
             copy = tensor.detach().to("cpu", copy=True)
             run = ExpertRun.parse(name)
-            tensors.update([(name, copy)] if run is None else run.apart(copy))
+            tensors.update([(name, copy)] if run is None else run.split(copy))
 
     def write(directory: Path) -> None:
         if is_writer:

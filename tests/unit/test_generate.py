@@ -26,7 +26,7 @@ from slime.rollout.generate import (
 )
 from slime.rollout.resumed_requests import answered
 from slime.rollout.trajectory import GroupRun, GroupRunner
-from slime.rollout.validate_generate_output import complete_tokens, tell_of_text_alone
+from slime.rollout.validate_generate_output import complete_tokens, warn_of_missing_end_token
 from slime.samples.types import Sample, SampleStatus
 from slime.user_code.loading import FunctionFailed
 from tests.support import rollout_hooks
@@ -556,7 +556,7 @@ def test_an_answer_that_was_cut_has_no_end_to_miss(
         response_length=1,
         status=SampleStatus.TRUNCATED,
     )
-    tell_of_text_alone([sample], "mine.cut", state)
+    warn_of_missing_end_token([sample], "mine.cut", state)
     assert not caplog.messages
 
 

@@ -98,7 +98,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         config = make_config(rollout_batch_size=1, run_name="run", **given)
         with module.open_session(config) as session:
             complete(root, 0)
-            session.trained(1, {})
+            session.note_trained(1, {})
             session.save(1)
             raise error
         return trainers
@@ -293,7 +293,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
         found = []
         for rollout_id in range(num_rollout):
             clock.now += seconds
-            session.trained(rollout_id, {})
+            session.note_trained(rollout_id, {})
             if session.saving.is_due(rollout_id):
                 session.save(rollout_id)
                 found.append(rollout_id)
