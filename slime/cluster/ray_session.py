@@ -548,10 +548,14 @@ def reserve(
     try:
         _wait_for(group, timeout, should_stop)
         if on_gpu:
-            options = [_on_bundle(group, slot, on_gpu) for slot in range(plan.total)]
             asked = {
-                NamedActor(f"slot {i}"): _slot_of_bundle.options(**own).remote(i)
-                for i, own in enumerate(options)
+                NamedActor(f"slot {i}"): _slot_of_bundle.options(
+                    num_gpus=0.01,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(
+                        placement_group=group, placement_group_bundle_index=i
+                    ),
+                ).remote(i)
+                for i in range(plan.total)
             }
             places = wait_for(asked, "asking where the slots are", timeout, should_stop)
         else:
@@ -599,13 +603,6 @@ def _cpu_slots(group: PlacementGroup) -> list[GpuSlot]:
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
     return [GpuSlot(bundle, addresses[node], node, "") for bundle, node in sorted(nodes.items())]
-
-
-def _on_bundle(group: PlacementGroup, index: int, on_gpu: bool) -> dict[str, Any]:
-    strategy = PlacementGroupSchedulingStrategy(
-        placement_group=group, placement_group_bundle_index=index
-    )
-    return {"scheduling_strategy": strategy, **({"num_gpus": 0.01} if on_gpu else {})}
 
 
 def _ip_key(address: str) -> tuple[int, ...]:

@@ -312,11 +312,9 @@ class RolloutLoop:
             if custom is None:
                 output = await self.generate_built_in(rollout_id, state, self.source)
             else:
-                returned = await call_rollout_fn(
-                    custom, self.args, rollout_id, self.source, evaluation=False, path=path
+                output = await call_rollout_fn(
+                    custom, self.args, rollout_id, self.source, RolloutFnTrainOutput, path
                 )
-                assert isinstance(returned, RolloutFnTrainOutput)
-                output = returned
             origin = named(path, "--rollout-function-path") if path else "the rollout"
             validate_groups(output.samples, origin)
             if custom is not None:
@@ -424,11 +422,9 @@ class RolloutLoop:
                 own = await overridden_evaluation(self.args, rollout_id)
                 output = await self.evaluate_built_in(rollout_id, state) if own is None else own
             else:
-                returned = await call_rollout_fn(
-                    custom, self.args, rollout_id, self.source, evaluation=True, path=path
+                output = await call_rollout_fn(
+                    custom, self.args, rollout_id, self.source, RolloutFnEvalOutput, path
                 )
-                assert isinstance(returned, RolloutFnEvalOutput)
-                output = returned
             seconds = time.monotonic() - started
             return await finish_evaluation(
                 self.config, self.args, rollout_id, output, seconds, before_training=before_training

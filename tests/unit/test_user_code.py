@@ -37,7 +37,7 @@ from tests.support.run_folders import create_run
 
 CODE = """\
 import orjson
-from slime.user_code.hooks import DataSource
+from slime.user_code.hooks import DataSource, RolloutFnTrainOutput
 from slime.samples.types import Sample
 
 def fails(*args, **kwargs):
@@ -123,7 +123,7 @@ CALLS: dict[str, Callable[[str], Any]] = {
     "generate": lambda path: asyncio.run(generated(path, custom_generate_function_path=path)),
     "sample hook": lambda path: asyncio.run(generated(path, rollout_sample_hook_path=[path])),
     "rollout": lambda path: asyncio.run(
-        call_rollout_fn(load_function(path), None, 0, FakeSource(2), evaluation=False, path=path)
+        call_rollout_fn(load_function(path), None, 0, FakeSource(2), RolloutFnTrainOutput, path)
     ),
     "dynamic filter": lambda path: asyncio.run(call_dynamic_filter(load_function(path), None, [])),
     "sample filter, log function": lambda path: asyncio.run(call_user_function(path, None, [])),
