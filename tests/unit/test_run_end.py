@@ -241,13 +241,13 @@ def test_the_last_lines_of_two_steps_without_contrast_say_so(
         "rollout/reward/max": 0.0,
         "rollout/num_samples": 4,
     }
-    trained = module.Session.trained
+    trained = module.Session.note_trained
 
     def logs(self: module.Session, rollout_id: int, metrics: dict[str, float]) -> None:
         trained(self, rollout_id, metrics)
         self.log(flat)
 
-    monkeypatch.setattr(module.Session, "trained", logs)
+    monkeypatch.setattr(module.Session, "note_trained", logs)
     with pytest.raises(KeyboardInterrupt):
         run(KeyboardInterrupt(), times_out)
     told = capsys.readouterr().err

@@ -24,6 +24,7 @@ from slime.samples.batch import TrainLayout
 from slime.samples.convert import to_train_batches
 from slime.samples.types import Group, Sample, SampleStatus
 from slime.trainer.user_functions import UserFunctions
+from slime.user_code.hooks import RolloutFnTrainOutput
 from slime.user_code.loading import (
     call_user_function,
     failures_of,
@@ -37,7 +38,7 @@ from tests.support.run_folders import create_run
 
 CODE = """\
 import orjson
-from slime.user_code.hooks import DataSource, RolloutFnTrainOutput
+from slime.user_code.hooks import DataSource
 from slime.samples.types import Sample
 
 def fails(*args, **kwargs):
