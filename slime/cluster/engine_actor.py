@@ -75,7 +75,7 @@ class EngineActor:
         run_keys: RunKeys,
         part: EnginePart | None = None,
     ) -> None:
-        keys.use(run_keys)
+        keys.set_run_keys(run_keys)
         self._run_keys = run_keys
         self.config = config
         self.name = name
@@ -150,8 +150,8 @@ class EngineActor:
         pairs: DisaggregatedWorkers | None = None,
         port: int | None = None,
     ) -> str:
-        keys.own(*worker_urls)
-        keys.external(*external)
+        keys.register_own(*worker_urls)
+        keys.register_external(*external)
         host = ray.util.get_node_ip_address()
         if pairs is not None:
             return self._serve(
@@ -192,7 +192,7 @@ class EngineActor:
             spec = make_spec(self._port.port)
             env = {"OMP_NUM_THREADS": str(self.num_threads), keys.VARIABLE: self._run_keys.own}
             spec = dataclasses.replace(spec, env={**spec.env, **env})
-            keys.own(url)
+            keys.register_own(url)
             self._process = ServerProcess(self.name, spec, url, self.log_path, self.hosts)
             self._process.start()
             try:

@@ -284,7 +284,7 @@ class ExternalEngines:
         if url in self.engines.routers.urls.values():
             raise UserError(f"{url} is the router of this run, no engine")
         warnings: list[str] = []
-        keys.external(url)
+        keys.register_external(url)
         info = self._check(url, self._reference_engine(), warnings.append)
         self.table.mark_joined(url, info.num_ranks)
         if self.config.debug.debug_rollout_only:

@@ -140,8 +140,8 @@ class RolloutActor:
         """
         from slime.rollout.loop import RolloutLoop
 
-        keys.use(run_keys)
-        keys.own(router_url, *router_urls.values())
+        keys.set_run_keys(run_keys)
+        keys.register_own(router_url, *router_urls.values())
         # user functions may call the routers with clients that read proxies from the environment
         os.environ.update(
             past_proxies(

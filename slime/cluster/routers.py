@@ -106,7 +106,7 @@ class Routers:
                 fix="read the logs of these engines; py-spy dump shows where one hangs",
             ) from error
         self.urls = dict(zip(self.handles, urls))
-        keys.own(*self.urls.values())
+        keys.register_own(*self.urls.values())
         for name, url in self.urls.items():
             logger.info(
                 "%d engine(s) of %s behind %s", len(self._worker_urls(name, url_of)), name, url

@@ -195,7 +195,7 @@ async def list_workers(router: EngineClient) -> list[RouterWorker]:
         for item in body["workers"]
     ]
     for worker in workers if keys.key_of(router.url) else ():
-        (keys.external if worker.is_external else keys.own)(worker.url)
+        (keys.register_external if worker.is_external else keys.register_own)(worker.url)
     return workers
 
 

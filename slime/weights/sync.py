@@ -135,7 +135,7 @@ def register_engines(engines: Sequence[str | EngineSlots]) -> list[EngineSlots]:
     """Register the engines' keys in this process."""
     found = [EngineSlots(engine, ()) if isinstance(engine, str) else engine for engine in engines]
     for engine in found:
-        keys.know(engine.url, engine.key)
+        keys.register(engine.url, engine.key)
     return found
 
 
