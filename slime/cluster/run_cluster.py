@@ -205,10 +205,19 @@ class Cluster:
         if trainers is not None:
             start = trainers.agreed_start(wait(setting_up, "setting up"))
         clock.lap("trainer")
+        if engines is not None and not engines.routers.urls:
+            engines.start_routers(wait(starting, "starting"))
+            clock.lap("engines")
+        self._connect(rollout, start)
+        clock.lap("connect")
+        return start.launch(num_prompts, clock.seconds)
+
+    def _connect(self, rollout: RolloutHandle, start: TrainerStart) -> None:
+        """Connect rollout actor, engines and trainers, which have come up, with the checkpoint's
+        data position and weight version."""
+        config = self.config
+        engines = self._engines
         if engines is not None:
-            if not engines.routers.urls:
-                engines.start_routers(wait(starting, "starting"))
-                clock.lap("engines")
             routers = engines.routers
             keys = engines.keys
             connect_rollout(
@@ -224,8 +233,6 @@ class Cluster:
             max(start.extra_state.get("weight_version", 0), rollout.newest_version())
         )
         self._progress = rollout.watch_progress(self._on_progress)
-        clock.lap("connect")
-        return start.launch(num_prompts, clock.seconds)
 
     def _load_source(self, config: Config, start: TrainerStart, *, is_again: bool = False) -> None:
         """Restore the data position of the checkpoint, or else that of the launch."""
