@@ -22,7 +22,6 @@ import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from enum import StrEnum
 from typing import Any
 
 from slime import deadlines
@@ -30,7 +29,14 @@ from slime.errors import UserError
 from slime.log import get_logger
 from slime.rollout.filters import call_dynamic_filter, should_drop_dynamic_filter_output
 from slime.rollout.journal import Journal, RecordKind, drawn_as, is_prompt
-from slime.rollout.trajectory import Activity, GroupRun, GroupRunner, too_many_failed, why_failed
+from slime.rollout.trajectory import (
+    Activity,
+    Decision,
+    GroupRun,
+    GroupRunner,
+    too_many_failed,
+    why_failed,
+)
 from slime.rollout.watchdog import RolloutStalled, Watchdog
 from slime.samples.sample_fields import kind_problem
 from slime.samples.types import ANY_VERSION, Sample, VersionWindow
@@ -43,21 +49,13 @@ logger = get_logger(__name__)
 #: drops everything would otherwise keep a rollout from ending.
 _MOST_DROPS = 1000
 
+_DISCARDED = (Decision.DROP, Decision.FAILED, Decision.STALE)
 #: --stale-samples → the metric that counts the stale groups.
 _STALE_METRICS = {
     "correct": "rollout/num_stale_corrected",
     "requeue": "rollout/num_stale_requeued",
     "drop": "rollout/num_stale_dropped",
 }
-
-
-class Decision(StrEnum):
-    KEEP = "keep"
-    DROP = "drop"
-    FAILED = "failed"
-    STALE = "stale"
-    REQUEUE = "requeue"
-    """Generated again in another rollout."""
 
 
 @dataclass
@@ -121,12 +119,10 @@ class DynamicSampler:
         self.num_failures_allowed = max(1, int(self.max_failed_fraction * self.target))
         self.watchdog = Watchdog(self.client, self.runner, self.stall_timeout)
         self.drawn: list[GroupRun] = []
-        self._corrected: set[int] = set()  # by GroupRun.order
         self._identities: set[tuple[str, int | None]] = set()  # `_identity_of` each drawn group
         self._most_drops = max(_MOST_DROPS, 10 * self.target)
         path = getattr(self.runner.state.args, "data_source_path", None)
         self._source_name = named(path, "--data-source-path") if path else "the data source"
-        self.decisions: dict[int, Decision] = {}  # by GroupRun.order
         self.result = Collected([], [])
         # groups certain to be in the batch; may exceed the target
         self._certain: list[GroupRun] = []
@@ -160,11 +156,7 @@ class DynamicSampler:
         self._put_back(chosen)
         result = self.result
         result.chosen = sorted(chosen, key=_sample_index)
-        judged = [
-            run
-            for run in self.drawn
-            if self.decisions.get(run.order) in (Decision.KEEP, Decision.DROP)
-        ]
+        judged = [run for run in self.drawn if run.decision in (Decision.KEEP, Decision.DROP)]
         result.finished = sorted(judged, key=_sample_index)
         return result
 
@@ -176,16 +168,19 @@ class DynamicSampler:
 
     def _decide(self, run: GroupRun, decision: Decision) -> None:
         """Note a decision; a rejected group is not drawn again after a resume."""
-        self.decisions[run.order] = decision
+        run.decision = decision
         if decision is not Decision.KEEP:
             self._num_rejected += 1
             if decision is not Decision.REQUEUE:
                 self.source.mark_discarded([run.index])
         elif not self.deterministic:
             self._certain.append(run)
-        while self.deterministic and self._next_certain in self.decisions:
-            if self.decisions[self._next_certain] is Decision.KEEP:
-                self._certain.append(self.drawn[self._next_certain])
+        while self.deterministic and self._next_certain < len(self.drawn):
+            first = self.drawn[self._next_certain]
+            if first.decision is None:
+                break
+            if first.decision is Decision.KEEP:
+                self._certain.append(first)
             self._next_certain += 1
 
     def _draw_some(self) -> None:
@@ -249,7 +244,7 @@ class DynamicSampler:
     # -- stale groups ------------------------------------------------------------------------------
 
     def _is_stale(self, run: GroupRun) -> bool:
-        return run.order not in self._corrected and (
+        return not run.is_corrected and (
             self.versions.stale_among(run.to_group().weight_versions()) is not None
         )
 
@@ -261,7 +256,7 @@ class DynamicSampler:
             self._decide(run, Decision.STALE)
             return False
         if self.stale_samples == "correct":
-            self._corrected.add(run.order)
+            run.is_corrected = True
         else:
             run.is_noted = False
             run.restart()
@@ -274,7 +269,7 @@ class DynamicSampler:
             return False
         self.result.stale[_STALE_METRICS[self.stale_samples]] += 1
         if self.stale_samples == "correct":
-            self._corrected.add(run.order)
+            run.is_corrected = True
             return False
         self._drops_in_a_row += 1
         if self._drops_in_a_row >= self._most_drops:
@@ -413,10 +408,9 @@ class DynamicSampler:
         taken = {run.order for run in chosen}
         back = []
         for run in self.drawn:
-            decision = self.decisions.get(run.order)
-            if run.order in taken or decision in (Decision.DROP, Decision.FAILED, Decision.STALE):
+            if run.order in taken or run.decision in _DISCARDED:
                 continue
-            if decision is Decision.REQUEUE:
+            if run.decision is Decision.REQUEUE:
                 run.restart()
                 back.append(run)
                 continue
@@ -435,11 +429,11 @@ class DynamicSampler:
         """Put a group into the state from which the next rollout continues it."""
         if run.is_generated and not self.deterministic:
             # it finished after the batch was full: it was neither judged nor recorded
-            if run.order not in self.decisions:
+            if run.decision is None:
                 self._note(RecordKind.FINISHED if run.is_scored else RecordKind.BEGUN, run)
             return
         if self.deterministic or not self.partial_rollout:
-            if run.order in self.decisions or run.is_restored:
+            if run.decision is not None or run.is_restored:
                 self._note(RecordKind.FORGOTTEN, run)
             run.restart()
             return
@@ -457,7 +451,7 @@ class DynamicSampler:
 
     def progress(self) -> dict[str, float]:
         """``done`` and ``target`` in groups, ``tokens`` generated so far."""
-        kept = sum(decision is Decision.KEEP for decision in self.decisions.values())
+        kept = sum(run.decision is Decision.KEEP for run in self.drawn)
         tokens = sum(sample.response_length for run in self.drawn for sample in run.samples)
         return {"done": min(kept, self.target), "target": self.target, "tokens": tokens}
 

@@ -152,6 +152,17 @@ class Trajectory:
         self.prompt.reset_response()
 
 
+class Decision(StrEnum):
+    """What `slime.rollout.dynamic_sampling` has decided about a group."""
+
+    KEEP = "keep"
+    DROP = "drop"
+    FAILED = "failed"
+    STALE = "stale"
+    REQUEUE = "requeue"
+    """Generated again in another rollout."""
+
+
 @dataclass
 class GroupRun:
     """A drawn group while it is generated and scored.
@@ -162,6 +173,8 @@ class GroupRun:
         is_noted: the journal holds its current state.
         is_restored: it was read from the journal.
         was_prompt: it was drawn as a prompt, so its whole response was read from the journal.
+        decision: None as long as there is none.
+        is_corrected: it is stale and trained on all the same (--stale-samples correct).
     """
 
     trajectories: list[Trajectory]
@@ -170,6 +183,8 @@ class GroupRun:
     is_noted: bool = False
     is_restored: bool = False
     was_prompt: bool = False
+    decision: Decision | None = None
+    is_corrected: bool = False
 
     @staticmethod
     def of(drawn: Sequence[Sample], order: int = 0) -> GroupRun:
