@@ -71,7 +71,7 @@ class GenerateState:
         sampling_mask: ask the engine from which tokens each token was sampled.
         vocab_size: the model's; None if unknown.
         loop: the event loop that everything runs on.
-        rollouts: the `slime.rollout.loop.RolloutLoop` that generates; None outside of a run.
+        rollout_loop: the `slime.rollout.loop.RolloutLoop` that generates; None outside of a run.
         processor: always None. Plugins look for a transformers processor here, whose tokens would
             differ from the run's.
         images: expands image placeholders among tokens; None in a text-only run.
@@ -99,7 +99,7 @@ class GenerateState:
     sampling_mask: bool = False
     vocab_size: int | None = None
     loop: asyncio.AbstractEventLoop | None = None
-    rollouts: Any = None
+    rollout_loop: Any = None
     processor: Any = None
     images: ImagePrompts | None = None
     media_folder: str = ""

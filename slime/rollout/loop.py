@@ -279,7 +279,7 @@ class RolloutLoop:
                     media_folder=media_folder(self.config),
                     templated=self.config.data.apply_chat_template,
                     loop=asyncio.get_running_loop(),
-                    rollouts=self,
+                    rollout_loop=self,
                 )
                 begin_state(state)
                 self._running[evaluation].append(state)
@@ -542,7 +542,7 @@ def current_loop() -> RolloutLoop:
     Raises:
         UserError: called outside a rollout.
     """
-    loop = current_state().rollouts
+    loop = current_state().rollout_loop
     assert isinstance(loop, RolloutLoop), "bound by the loop that generates"
     return loop
 

@@ -28,6 +28,7 @@ from slime.models.adapters import AdapterConfig, Side, begins_with_zeros, peft_n
 from slime.models.parameters import ModelParameters, Shape
 from slime.models.peft_config import plain_config
 
+#: The two matrices of an adapter.
 SIDES: tuple[Side, ...] = ("A", "B")
 
 
