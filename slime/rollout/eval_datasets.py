@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -263,17 +263,17 @@ def _entries_of_yaml(path: Path) -> Iterator[dict[str, Any]]:
             f"--eval-config {path} has no datasets",
             fix="see slime/rollout/eval_datasets.py for the form",
         )
-    _refuse_unknown(root, {"defaults", "datasets"}, f"{path}")
+    check_keys(root, f"{path}", {"defaults", "datasets"})
     defaults = root.get("defaults") or {}
     if not isinstance(defaults, dict):
         raise UserError(
             f"{path}: its defaults are a {type(defaults).__name__}",
             fix="write an object, {key: value}, or leave them out",
         )
-    _refuse_unknown(defaults, _KEYS - _PER_SET_ONLY, f"{path}, defaults")
+    check_keys(defaults, f"{path}, defaults", _KEYS - _PER_SET_ONLY)
     for number, entry in enumerate(entries):
         where = f"{path}, data set {entry.get('name', number)}"
-        _refuse_unknown(entry, _KEYS, where)
+        check_keys(entry, where)
         for key in sorted(_PER_SET_ONLY):
             if not entry.get(key):
                 raise UserError(f"{where}: it has no {key}", fix=f"add '{key}: …'")
@@ -281,16 +281,12 @@ def _entries_of_yaml(path: Path) -> Iterator[dict[str, Any]]:
         yield {**defaults, **entry, "name": str(entry["name"]), "path": data}
 
 
-def check_keys(given: dict[str, Any], where: str) -> None:
-    """Check that every key is a key of an evaluation set.
+def check_keys(given: dict[str, Any], where: str, known: Collection[str] = _KEYS) -> None:
+    """Check that every key is one of ``known``, by default those of an evaluation set.
 
     Raises:
         UserError: a key is unknown; the message suggests the closest one.
     """
-    _refuse_unknown(given, _KEYS, where)
-
-
-def _refuse_unknown(given: dict[str, Any], known: set[str], where: str) -> None:
     for key in given:
         if key in known:
             continue

@@ -23,7 +23,7 @@ from slime.config.config import Config
 from slime.config.teachers import Teacher, engine_teachers, teacher_of
 from slime.engines.api import EngineError
 from slime.engines.client import RolloutClient
-from slime.engines.image_canary import ImageCanary, in_base64
+from slime.engines.image_canary import ImageCanary, in_base64, scoring_request
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.models.vision import VisionSpec, one_placeholder_each, placeholder_runs
@@ -98,12 +98,7 @@ class EngineTeacher:
         if self._vision is not None and images:
             given = one_placeholder_each(tokens, self._vision)
         # the first entry of an answer has no log-prob; earlier tokens come from the prefix cache
-        body: dict[str, Any] = {
-            "input_ids": given,
-            "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
-            "return_logprob": True,
-            "logprob_start_len": start - 1,
-        }
+        body = scoring_request(given) | {"logprob_start_len": start - 1}
         if images:
             body["image_data"] = list(images)
         if top_k:
