@@ -55,8 +55,7 @@ class RunKeys:
         return RunKeys(Key(secrets.token_urlsafe(32)), Key(os.environ.get(VARIABLE, "")))
 
 
-# before `set_run_keys`, only external engines can be called
-_run = RunKeys(Key(), Key(os.environ.get(VARIABLE, "")))
+_run: RunKeys | None = None
 _key_of: dict[str, Key] = {}
 _external: set[str] = set()
 
@@ -68,16 +67,21 @@ def set_run_keys(keys: RunKeys) -> RunKeys:
     return keys
 
 
+def _run_keys() -> RunKeys:
+    """Return this process's keys; before `set_run_keys`, those of external engines alone."""
+    return _run or RunKeys(Key(), Key(os.environ.get(VARIABLE, "")))
+
+
 def register_own(*urls: str) -> None:
     """Register servers that the run has started."""
     for url in urls:
-        register(url, _run.own)
+        register(url, _run_keys().own)
 
 
 def register_external(*urls: str) -> None:
     """Register engines that were started outside the run."""
     for url in urls:
-        register(url, _run.external)
+        register(url, _run_keys().external)
         _external.add(url.rstrip("/"))
 
 

@@ -46,6 +46,15 @@ def test_each_run_makes_its_own_and_reads_that_of_others(monkeypatch: pytest.Mon
     assert RunKeys.new().external == "somebody's"
 
 
+def test_the_key_of_others_is_read_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was forked from one that had imported the module has another environment."""
+    monkeypatch.setattr(keys, "_run", None)
+    monkeypatch.setenv(VARIABLE, "somebody's")
+    keys.register_external("http://other:1")
+    keys.register_own("http://own:1")
+    assert (key_of("http://other:1"), key_of("http://own:1")) == ("somebody's", "")
+
+
 def test_a_server_takes_it_out_of_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "abc")
     assert keys.take_from_environment() == "abc" and keys.take_from_environment() == ""
