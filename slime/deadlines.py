@@ -338,7 +338,7 @@ USER_CALLS_ABANDONED = 60.0
 #: Until the first line about a blocked event loop; the interval doubles after each line.
 USER_CALLS_BLOCKED = 20.0
 
-# -- cluster/adapter_versions.py
+# -- cluster/weight_push.py
 #: No request uses the adapter any more, so the engine has nothing to wait for.
 ADAPTER_UNLOAD = 60.0
 

@@ -44,7 +44,7 @@ from slime.cli.model_source import (
 from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.config import make_config
 from slime.config.engine_flags import ENGINE_OPTIONS
-from slime.engines.keys import ACCESS, EVERYTHING, ONLY_INFERENCE, VARIABLE, key_of, know
+from slime.engines.keys import ACCESS, EVERYTHING, ONLY_INFERENCE, VARIABLE, key_of, register
 from slime.engines.kinds import EngineKind, engine_of
 from slime.engines.launch import ONE_GPU
 from slime.engines.tool_calls import chat_template, tool_format
@@ -247,7 +247,7 @@ def serving(
     url = f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
     key = secrets.token_urlsafe(32) if key is None else key
     access = {VARIABLE: key, ACCESS: EVERYTHING if with_control_routes else ONLY_INFERENCE}
-    know(url, key)
+    register(url, key)
     remove_logs_of_the_dead()
     folder, lock = _log_folder()
     words = [*spec.argv, *more_words(record, name, directory)]

@@ -182,7 +182,8 @@ def _check_runs(run: Path) -> None:
         )
     state = newest.get("state")
     pid = newest.get("pid")
-    if state == "running" and newest.get("host") == platform.node() and not _lives(pid):
+    is_here = newest.get("host") == platform.node()
+    if state == "running" and is_here and not os.path.exists(f"/proc/{pid}"):
         state = "gone: its driver was killed"
     if state != "running":
         raise UserError(
@@ -190,7 +191,3 @@ def _check_runs(run: Path) -> None:
             fix="engines can join while it runs; for a launch, name them with "
             "--rollout-external-engine-addrs",
         )
-
-
-def _lives(pid: Any) -> bool:
-    return isinstance(pid, int) and os.path.exists(f"/proc/{pid}")

@@ -18,7 +18,9 @@ from slime.config.config import Config
 from slime.engines import keys
 from slime.engines.api import EngineError
 from slime.engines.keys import RunKeys
-from slime.engines.router import register_workers
+from slime.engines.kinds import engine_of
+from slime.engines.launch import LaunchSpec
+from slime.engines.router import disaggregated_router_command, register_workers, router_command
 from slime.errors import RunFailed, UserError
 from slime.log import get_logger, log_to_file_only
 from slime.processes.footprint import Footprint
@@ -73,7 +75,7 @@ class EngineActor:
         run_keys: RunKeys,
         part: EnginePart | None = None,
     ) -> None:
-        keys.use(run_keys)
+        keys.set_run_keys(run_keys)
         self._run_keys = run_keys
         self.config = config
         self.name = name
@@ -110,9 +112,6 @@ class EngineActor:
         Raises:
             UserError: the server did not start; includes its last log lines.
         """
-        from slime.engines.kinds import engine_of
-        from slime.engines.launch import LaunchSpec
-
         if self._process is not None and self._process.is_alive():
             self._process.stop(grace=0)  # the engine's part on another node did not come up
         host = ray.util.get_node_ip_address()
@@ -151,10 +150,8 @@ class EngineActor:
         pairs: DisaggregatedWorkers | None = None,
         port: int | None = None,
     ) -> str:
-        from slime.engines.router import disaggregated_router_command, router_command
-
-        keys.own(*worker_urls)
-        keys.external(*external)
+        keys.register_own(*worker_urls)
+        keys.register_external(*external)
         host = ray.util.get_node_ip_address()
         if pairs is not None:
             return self._serve(
@@ -195,7 +192,7 @@ class EngineActor:
             spec = make_spec(self._port.port)
             env = {"OMP_NUM_THREADS": str(self.num_threads), keys.VARIABLE: self._run_keys.own}
             spec = dataclasses.replace(spec, env={**spec.env, **env})
-            keys.own(url)
+            keys.register_own(url)
             self._process = ServerProcess(self.name, spec, url, self.log_path, self.hosts)
             self._process.start()
             try:
@@ -208,24 +205,18 @@ class EngineActor:
                         "%s: one of its ports was taken meanwhile, trying others", self.name
                     )
                     continue
+                fix = "read the log"
+                if self.part is not None:
+                    remedies = engine_of(self.config).if_out_of_memory
+                    fix += f"; on out of memory {' or '.join(remedies)}"
                 raise UserError(
                     f"{died.name} {died.what}",
                     why=_log_excerpt(
                         self._process.exception_line(), died.log_tail, str(self.log_path)
                     ),
-                    fix=f"read the log{self._if_out_of_memory()}",
+                    fix=fix,
                 ) from died
         raise AssertionError("unreachable")
-
-    def _if_out_of_memory(self) -> str:
-        from slime.engines.kinds import engine_of
-
-        is_router = self.part is None
-        return (
-            ""
-            if is_router
-            else f"; on out of memory {' or '.join(engine_of(self.config).if_out_of_memory)}"
-        )
 
     def server_exit(self) -> ServerExit | None:
         """Return how the server process ended; None while it lives."""

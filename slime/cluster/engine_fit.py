@@ -271,5 +271,5 @@ def external_urls(config: Config) -> list[str]:
     """Return the URLs of --rollout-external-engine-addrs, and register their API key."""
     flag = "--rollout-external-engine-addrs"
     urls = [engine_url(address, flag) for address in config.engine.rollout_external_engine_addrs]
-    keys.external(*urls)
+    keys.register_external(*urls)
     return urls

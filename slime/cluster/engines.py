@@ -126,7 +126,7 @@ class Engines:
         self._start_seconds = start_seconds
         self._should_stop = should_stop
         self._parts = engine_parts(config, plan, slots)
-        own = self.keys = keys.use(keys.RunKeys.new())
+        own = self.keys = keys.set_run_keys(keys.RunKeys.new())
         urls = external_urls(config)
         hosts = sorted(
             {*(place.ip for place in slots.places), *(urlsplit(url).hostname or "" for url in urls)}
@@ -186,7 +186,7 @@ class Engines:
 
     def start_routers(self, urls: Sequence[str]) -> None:
         """Start the routers, given the answers to `begin_start` in order."""
-        keys.own(*urls)
+        keys.register_own(*urls)
         url_of = dict(zip((part.name for part in self._parts), urls, strict=True)) | {
             u: u for u in self.external.named
         }
@@ -310,7 +310,7 @@ class Engines:
         handles = [self._handles[part] for part in engine.parts]
         killed = {handle.worker: handle.kill(how) for handle in handles}
         try:
-            self.routers.take_out(url)
+            self.routers.remove_worker(url)
         except EngineError as error:
             # requests that the router still sends there fail and are retried
             logger.warning("%s is still behind the router: %s", engine.name, error)
@@ -485,7 +485,7 @@ class Engines:
                 continue
             try:
                 urls = wait_for(engine.starting, "restarting", deadlines.ENGINES_ACTOR_CALL)
-                keys.own(*urls)
+                keys.register_own(*urls)
                 self.table.mark_came_up(engine.number, urls)
                 logger.info("%s runs again and comes back with the next weight push", engine.name)
             except UserError as error:
@@ -522,7 +522,7 @@ class Engines:
             self._poll_servers(self.routers.handles.values(), "")  # restarts a router that died
         for engine in self.table.in_state(State.REJOINING):
             try:
-                self.routers.put_behind(engine.url)
+                self.routers.add_worker(engine.url)
             except EngineError as error:
                 self._handle_loss(engine, f"was refused by the router ({error})")
                 continue

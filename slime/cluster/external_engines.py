@@ -17,6 +17,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
 from slime import deadlines
@@ -135,6 +136,7 @@ class EngineOps(Protocol):
     def admit(self) -> None: ...
 
 
+@dataclass(eq=False)
 class ExternalEngines:
     """Manages external engines and executes the commands by which engines join and leave.
 
@@ -146,26 +148,19 @@ class ExternalEngines:
         named: URLs of --rollout-external-engine-addrs.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        table: EngineTable,
-        engines: EngineOps,
-        inbox: CommandInbox | None,
-        *,
-        shares_gpus: bool,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.named = engine_fit.external_urls(config)
-        self._config = config
-        self._table = table
-        self._engines = engines
-        self._inbox = inbox
-        self._shares_gpus = shares_gpus
-        self._tolerant = config.fault_tolerance.use_fault_tolerance
-        self._liveness = LivenessProbe(clock)
+    config: Config
+    table: EngineTable
+    engines: EngineOps
+    inbox: CommandInbox | None
+    _: KW_ONLY
+    shares_gpus: bool
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.named = engine_fit.external_urls(self.config)
+        self._tolerant = self.config.fault_tolerance.use_fault_tolerance
+        self._liveness = LivenessProbe(self.clock)
         self._num_frozen = 0
-        self._clock = clock
         self._still_routed = set[str]()  # lost engines that are still behind the router
         self._next_try = 0.0
 
@@ -186,10 +181,10 @@ class ExternalEngines:
     def _check_policy(self) -> None:
         own = [
             engine
-            for engine in self._table.engines.values()
+            for engine in self.table.engines.values()
             if engine.is_policy and not engine.is_external
         ]
-        policy = self._config.engine.router.get("policy") or ""
+        policy = self.config.engine.router.get("policy") or ""
         if self.named and policy == "power_of_two" and len(own) < 2:
             raise UserError(
                 f"--router-policy {policy} needs two engines of the run's own besides "
@@ -210,20 +205,20 @@ class ExternalEngines:
             self._liveness.poll([engine.url for engine in self._external() if engine.urls])
         )
         self._retry_router_removal()
-        if self._inbox is None:
+        if self.inbox is None:
             return
-        for command in self._inbox.take():
+        for command in self.inbox.take():
             if self._num_frozen and command.verb != "list":
                 continue  # the inbox returns it again
-            self._inbox.answer(command, self._execute(command))
+            self.inbox.answer(command, self._execute(command))
 
     def _retry_router_removal(self) -> None:
         """Remove engines from the router that were lost while it did not answer.
 
         If such an engine came back, it would get requests but no weights.
         """
-        if self._still_routed and self._clock() >= self._next_try:
-            self._next_try = self._clock() + deadlines.EXTERNAL_ENGINES_REMOVE_RETRY
+        if self._still_routed and self.clock() >= self._next_try:
+            self._next_try = self.clock() + deadlines.EXTERNAL_ENGINES_REMOVE_RETRY
             joined_again = {engine.url for engine in self._external() if engine.urls}
             self._still_routed -= joined_again
             self._still_routed = {url for url in self._still_routed if not self._leave_router(url)}
@@ -255,22 +250,22 @@ class ExternalEngines:
         The push is then repeated without them: a misconfigured external engine must not end the
         run.
         """
-        lost = self._table.num_lost
+        lost = self.table.num_lost
         try:
             yield
         except UserError as error:
             if isinstance(error, ActorLost) and error.names:
                 raise  # lost trainers explain the failure
             newcomers = [engine for engine in self._external() if engine.state is State.REJOINING]
-            if self._table.num_lost == lost:  # otherwise a death explains the failure
+            if self.table.num_lost == lost:  # otherwise a death explains the failure
                 for engine in newcomers:
                     self.drop(engine, f"did not get its first weights: {error.what}")
             raise
 
     def close(self) -> None:
         self._liveness.close()
-        if self._inbox is not None:
-            self._inbox.close()
+        if self.inbox is not None:
+            self.inbox.close()
 
     # -- joining -----------------------------------------------------------------------------------
 
@@ -281,20 +276,20 @@ class ExternalEngines:
             UserError: the engine already belongs to the run, or does not fit it.
         """
         url = engine_url(address, f"{_COMMAND} add")
-        for engine in self._table.engines.values():
+        for engine in self.table.engines.values():
             if url in engine.urls:
                 raise UserError(
                     f"{url} is an engine of this run already", why=f"it is {state_name(engine)}"
                 )
-        if url in self._engines.routers.urls.values():
+        if url in self.engines.routers.urls.values():
             raise UserError(f"{url} is the router of this run, no engine")
         warnings: list[str] = []
-        keys.external(url)
+        keys.register_external(url)
         info = self._check(url, self._reference_engine(), warnings.append)
-        self._table.mark_joined(url, info.num_ranks)
-        if self._config.debug.debug_rollout_only:
-            self._table.rejoin()
-            self._engines.admit()
+        self.table.mark_joined(url, info.num_ranks)
+        if self.config.debug.debug_rollout_only:
+            self.table.rejoin()
+            self.engines.admit()
             answer = f"{url} gets requests, with the weights that it has: there is no trainer"
         else:
             logger.info("%s joins: it gets weights with the next push, then requests", url)
@@ -307,7 +302,7 @@ class ExternalEngines:
         reference: tuple[str, engine_fit.EngineInfo] | None,
         warn: Callable[[str], None] | None = None,
     ) -> engine_fit.EngineInfo:
-        if self._shares_gpus:
+        if self.shares_gpus:
             raise UserError(
                 f"the engine at {url} cannot take part with --colocate",
                 why="engines then release their GPU memory for the trainer, which an external "
@@ -316,7 +311,7 @@ class ExternalEngines:
                 fix="pass --no-colocate, and --rollout-num-gpus if the run should also start "
                 "engines",
             )
-        if not self._engines.answers_alone:
+        if not self.engines.answers_alone:
             raise UserError(
                 f"the engine at {url} cannot be combined with prefill and decode servers",
                 why="their router sends every request to a pair of them",
@@ -324,12 +319,12 @@ class ExternalEngines:
             )
         info = engine_fit.fetch_engine_info(url)
         warn = warn or (lambda text: logger.warning("%s", text))
-        engine_fit.check_fit(self._config, url, info, reference, warn)
+        engine_fit.check_fit(self.config, url, info, reference, warn)
         return info
 
     def _reference_engine(self) -> tuple[str, engine_fit.EngineInfo] | None:
         """Return URL and info of an engine of the run; None if there is none or none answers."""
-        for engine in self._table.policy:
+        for engine in self.table.policy:
             with contextlib.suppress(UserError):
                 return engine.url, engine_fit.fetch_engine_info(engine.url)
         return None
@@ -352,7 +347,7 @@ class ExternalEngines:
                 f"{name} cannot leave",
                 why="it serves another model, or is half of a pair: others depend on it",
             )
-        if [one for one in self._table.in_state(State.SERVING) if one.is_policy] == [engine]:
+        if [one for one in self.table.in_state(State.SERVING) if one.is_policy] == [engine]:
             raise UserError(
                 f"{name} cannot leave: it is the last engine that serves",
                 why="no engine would be left to generate",
@@ -366,28 +361,28 @@ class ExternalEngines:
                 fix="try again in a minute",
             )
         served = engine.state is State.SERVING
-        self._table.mark_left(engine.number)
+        self.table.mark_left(engine.number)
         drained = self._drain(engine.url) if served else True
-        self._engines.drop_fleets()
+        self.engines.drop_fleets()
         if not engine.is_external:
-            self._engines.stop_engine(engine)
+            self.engines.stop_engine(engine)
         logger.info(
-            "%s has left (%s remove); engines left: %d", name, _COMMAND, len(self._table.policy)
+            "%s has left (%s remove); engines left: %d", name, _COMMAND, len(self.table.policy)
         )
         done = f"{name} has left" + ("" if engine.is_external else ", and its server was stopped")
         return done if drained else f"{done}; requests that it may have lost are sent again"
 
     def _find(self, wanted: str) -> EngineEntry:
         named = next(
-            (engine for engine in self._table.engines.values() if wanted in engine.parts), None
+            (engine for engine in self.table.engines.values() if wanted in engine.parts), None
         )
         url = "" if named is not None else engine_url(wanted, f"{_COMMAND} remove")
         found = named or next(
-            (engine for engine in self._table.engines.values() if url in engine.urls[:1]), None
+            (engine for engine in self.table.engines.values() if url in engine.urls[:1]), None
         )
         if found is None:
             there = ", ".join(
-                engine.urls[0] for engine in self._table.engines.values() if engine.urls
+                engine.urls[0] for engine in self.table.engines.values() if engine.urls
             )
             raise UserError(f"{url} is no engine of this run", why=f"the run has {there or 'none'}")
         if not found.urls:
@@ -399,7 +394,7 @@ class ExternalEngines:
 
     def _leave_router(self, url: str) -> bool:
         try:
-            self._engines.routers.take_out(url)
+            self.engines.routers.remove_worker(url)
         except EngineError as error:
             # requests that the router still sends there may fail and are retried
             logger.warning("%s is still behind the router: %s", url, error)
@@ -447,9 +442,9 @@ class ExternalEngines:
         """
         url = engine.url
         served = engine.state is State.SERVING
-        self._table.mark_left(engine.number)
-        self._table.num_lost += 1
-        self._engines.drop_fleets()
+        self.table.mark_left(engine.number)
+        self.table.num_lost += 1
+        self.engines.drop_fleets()
         said = f"{what}{': ' if what else ''}the external engine {url} {how}"
         if served and not self._tolerant:
             raise RunFailed(
@@ -459,7 +454,7 @@ class ExternalEngines:
             )
         if not self._leave_router(url):
             self._still_routed.add(url)
-        if not any(one.is_policy for one in self._table.engines.values()):
+        if not any(one.is_policy for one in self.table.engines.values()):
             raise RunFailed(
                 said,
                 why="it was the last engine",
@@ -468,7 +463,7 @@ class ExternalEngines:
         logger.warning(
             "%s; it is removed from the run, engines left: %d; %s add lets it join again",
             said,
-            len(self._table.policy),
+            len(self.table.policy),
             _COMMAND,
         )
 
@@ -482,7 +477,7 @@ class ExternalEngines:
         verbs = {"add": self.add, "remove": self.remove}
         try:
             if command.verb == "list":
-                engines = list(self._table.engines.values())
+                engines = list(self.table.engines.values())
                 counts = asyncio.run(_counts([next(iter(engine.urls), "") for engine in engines]))
                 return {"engines": [_row(*both) for both in zip(engines, counts, strict=True)]}
             if command.verb not in verbs:
@@ -504,7 +499,7 @@ class ExternalEngines:
             }
 
     def _external(self) -> list[EngineEntry]:
-        return [engine for engine in self._table.engines.values() if engine.is_external]
+        return [engine for engine in self.table.engines.values() if engine.is_external]
 
 
 def state_name(engine: EngineEntry) -> str:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 
 from slime import deadlines
@@ -31,7 +32,7 @@ from slime.cluster.engine_table import (
     EngineTable,
 )
 from slime.engines.api import EngineError
-from slime.engines.fleet import Body, EngineFleet, answers
+from slime.engines.fleet import Body, EngineFleet, checked_answers
 from slime.log import get_logger
 
 logger = get_logger(__name__)
@@ -46,6 +47,7 @@ class MemoryHolder(Enum):
     ENGINES = "engines"
 
 
+@dataclass(eq=False)
 class GpuMemoryOwner:
     """Moves GPU memory between trainer and engines.
 
@@ -66,25 +68,18 @@ class GpuMemoryOwner:
         holder: the side that holds the memory now.
     """
 
-    def __init__(
-        self,
-        release: Callable[[Sequence[str]], None],
-        resume: Callable[[Sequence[str]], None],
-        sleep: Callable[[bool], dict[str, float]],
-        wake: Callable[[], dict[str, float]],
-        *,
-        offload_train: bool,
-        offload_rollout: bool,
-        offload_weights: bool = True,
-    ) -> None:
-        self._release_engines = release
-        self._resume_engines = resume
-        self._sleep_trainer = sleep
-        self._wake_trainer = wake
-        self._offload_train = offload_train
-        self._offload_rollout = offload_rollout
-        self._released = ALL_MEMORY if offload_weights else (CACHE, GRAPHS)
-        self.is_shared = offload_train or offload_rollout
+    release_engines: Callable[[Sequence[str]], None]
+    resume_engines: Callable[[Sequence[str]], None]
+    sleep_trainer: Callable[[bool], dict[str, float]]
+    wake_trainer: Callable[[], dict[str, float]]
+    _: KW_ONLY
+    offload_train: bool
+    offload_rollout: bool
+    offload_weights: bool = True
+
+    def __post_init__(self) -> None:
+        self._released = ALL_MEMORY if self.offload_weights else (CACHE, GRAPHS)
+        self.is_shared = self.offload_train or self.offload_rollout
         self.holder = MemoryHolder.NOBODY
         self._metrics: dict[str, float] = {}
 
@@ -126,7 +121,7 @@ class GpuMemoryOwner:
         self._sleep(keep_weights=False)
         self._resume(ALL_MEMORY)
         self.holder = MemoryHolder.ENGINES
-        return self._offload_rollout
+        return self.offload_rollout
 
     @contextmanager
     def offload_all(self) -> Iterator[None]:
@@ -152,24 +147,24 @@ class GpuMemoryOwner:
     # -- steps of a hand-over ----------------------------------------------------------------------
 
     def _release(self) -> None:
-        if self._offload_rollout:
+        if self.offload_rollout:
             with self._timed("perf/release_engines_time"):
-                self._release_engines(self._released)
+                self.release_engines(self._released)
 
     def _resume(self, tags: Sequence[str]) -> None:
-        if self._offload_rollout:
+        if self.offload_rollout:
             with self._timed("perf/resume_engines_time"):
-                self._resume_engines(tags)
+                self.resume_engines(tags)
 
     def _sleep(self, *, keep_weights: bool) -> None:
-        if self._offload_train:
+        if self.offload_train:
             with self._timed("perf/sleep_time"):
-                self._metrics |= self._sleep_trainer(keep_weights)
+                self._metrics |= self.sleep_trainer(keep_weights)
 
     def _wake(self) -> None:
-        if self._offload_train:
+        if self.offload_train:
             with self._timed("perf/wake_time"):
-                self._metrics |= self._wake_trainer()
+                self._metrics |= self.wake_trainer()
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -180,6 +175,7 @@ class GpuMemoryOwner:
         logger.debug("%s: %.2f s", name, seconds)
 
 
+@dataclass(eq=False)
 class EngineMemory:
     """Makes engines release memory and take it back.
 
@@ -194,33 +190,27 @@ class EngineMemory:
         explain_failures: `Engines.explain_failures`.
     """
 
-    def __init__(
-        self,
-        table: EngineTable,
-        fleet_of: Callable[[Sequence[EngineEntry]], EngineFleet],
-        explain_failures: Callable[[str], AbstractContextManager[None]],
-    ) -> None:
-        self._table = table
-        self._fleet_of = fleet_of
-        self._explain_failures = explain_failures
+    table: EngineTable
+    fleet_of: Callable[[Sequence[EngineEntry]], EngineFleet]
+    explain_failures: Callable[[str], AbstractContextManager[None]]
 
     def release(self, tags: Sequence[str]) -> None:
         """Make every engine finish its last requests, then release the tagged memory."""
         path = "/release_memory_occupation"
-        table = self._table
-        with self._explain_failures("giving memory up"):
+        table = self.table
+        with self.explain_failures("giving memory up"):
             if todo := table.to_release(table.policy, tags):
                 self._end_requests(list(todo))
                 self._move(path, table.policy, todo, table.mark_released)
             if CACHE in tags and (todo := table.to_release(table.others, ALL_MEMORY)):
-                self._fleet_of(table.others).flush_cache(deadlines.GPU_MEMORY_MOVE, list(todo))
+                self.fleet_of(table.others).flush_cache(deadlines.GPU_MEMORY_MOVE, list(todo))
                 self._move(path, table.others, todo, table.mark_released)
 
     def resume(self, tags: Sequence[str]) -> None:
         """Make every engine take back the tagged memory, and continue paused generation."""
         path = "/resume_memory_occupation"
-        table = self._table
-        with self._explain_failures("taking memory back"):
+        table = self.table
+        with self.explain_failures("taking memory back"):
             self._move(path, table.policy, table.to_resume(table.policy, tags), table.mark_resumed)
             if CACHE in tags:
                 self._move(
@@ -235,15 +225,15 @@ class EngineMemory:
                 self._ask("/continue_generation", table.policy, paused, table.mark_continued)
 
     def _end_requests(self, urls: list[str]) -> None:
-        policy = self._table.policy
+        policy = self.table.policy
         try:
-            self._fleet_of(policy).flush_cache(deadlines.GPU_MEMORY_IDLE, urls)
+            self.fleet_of(policy).flush_cache(deadlines.GPU_MEMORY_IDLE, urls)
         except EngineError as error:
             # an abandoned rollout still sends requests, which would kill an engine without memory
             logger.warning("engines are paused, because they are not idle: %s", error)
-            self._table.mark_paused(urls)  # before the call: it may fail for some of them
+            self.table.mark_paused(urls)  # before the call: it may fail for some of them
             self._ask("/pause_generation", policy, {url: {"mode": "abort"} for url in urls})
-            self._fleet_of(policy).flush_cache(deadlines.GPU_MEMORY_MOVE, urls)
+            self.fleet_of(policy).flush_cache(deadlines.GPU_MEMORY_MOVE, urls)
 
     def _move(
         self,
@@ -265,8 +255,8 @@ class EngineMemory:
         """Post to some of ``engines``; call ``note`` for each success, then raise a failure."""
         if not bodies:
             return
-        outcomes = self._fleet_of(engines).post_to(path, bodies, deadlines.GPU_MEMORY_MOVE)
+        outcomes = self.fleet_of(engines).post_to(path, bodies, deadlines.GPU_MEMORY_MOVE)
         for url, outcome in outcomes.items():
             if not isinstance(outcome, EngineError):
                 note(url)
-        answers(list(outcomes.values()))
+        checked_answers(list(outcomes.values()))

@@ -172,16 +172,16 @@ def initial_engine_table(parts: Sequence[EnginePart], external: Sequence[str]) -
     Args:
         external: URLs of engines that were started outside the run.
     """
-    own = [_engine_entry(own_parts) for own_parts in parts_by_number(parts).values()]
-    return EngineTable(
-        [*own, *(external_engine(number, url) for number, url in enumerate(external, len(own)))]
-    )
-
-
-def _engine_entry(parts: Sequence[EnginePart]) -> EngineEntry:
-    first = parts[0]
-    can_restart = first.model.is_policy and first.group.worker_type not in PAIR
-    names = tuple(part.name for part in parts)
-    return EngineEntry(
-        first.place.number, names, is_policy=first.model.is_policy, can_restart=can_restart
-    )
+    engines = []
+    for number, own in parts_by_number(parts).items():
+        first = own[0]
+        engines.append(
+            EngineEntry(
+                number,
+                tuple(part.name for part in own),
+                is_policy=first.model.is_policy,
+                can_restart=first.model.is_policy and first.group.worker_type not in PAIR,
+            )
+        )
+    engines += [external_engine(number, url) for number, url in enumerate(external, len(engines))]
+    return EngineTable(engines)

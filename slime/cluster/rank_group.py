@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -82,8 +83,7 @@ class RankActor:
 
     def failed_step(self) -> FailedStep | None:
         """The rank's part of the step that ended in `NonFiniteTraining`, or None."""
-        found: FailedStep | None = self.backend.failed_step
-        return found
+        return self.backend.failed_step
 
     def finish_saving(self) -> None:
         self.backend.finish_saving()
@@ -94,8 +94,7 @@ class RankActor:
 
     def _shard(self, shards: Sequence[ray.ObjectRef]) -> TrainBatch:
         """Fetch only this rank's shard of a rollout."""
-        batch: TrainBatch = ray.get(shards[self.backend.data_parallel_rank])
-        return batch
+        return ray.get(shards[self.backend.data_parallel_rank])
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context that explains out-of-memory errors."""
@@ -104,6 +103,7 @@ class RankActor:
         return PhaseMemory(self.config, self.backend.device).phase(name)
 
 
+@dataclass(eq=False)
 class RankGroup:
     """The driver's handle of ranks that train one model together.
 
@@ -118,31 +118,26 @@ class RankGroup:
 
     Attributes:
         nodes: node of each rank.
+        actors: the ranks in order, from `begin_setup` on.
     """
 
-    def __init__(
-        self,
-        actor: type[RankActor],
-        config: Config,
-        slots: GpuSlots,
-        places: Sequence[int],
-        run_path: Path,
-        num_threads: int,
-        on_wait: Callable[[], None] = lambda: None,
-        *,
-        shares: bool,
-    ) -> None:
-        self.config = config
-        self._actor = actor
-        self._slots = slots
-        self._places = places
-        self._run_path = run_path
-        self._num_threads = num_threads
-        self._on_wait = on_wait
-        self._share = _COLOCATED_SHARE if shares else 1.0
-        self.nodes = [slots.places[slot].node for slot in places]
-        self._actors: dict[NamedActor, Any] = {}
-        limit = config.cluster.distributed_timeout_minutes * 60.0
+    _reporting_rank = 0  # the rank whose metrics are logged
+
+    actor: type[RankActor]
+    config: Config
+    slots: GpuSlots
+    places: Sequence[int]
+    run_path: Path
+    num_threads: int
+    on_wait: Callable[[], None] = lambda: None
+    _: KW_ONLY
+    shares: bool
+
+    def __post_init__(self) -> None:
+        self._share = _COLOCATED_SHARE if self.shares else 1.0
+        self.nodes = [self.slots.places[slot].node for slot in self.places]
+        self.actors: dict[NamedActor, Any] = {}
+        limit = self.config.cluster.distributed_timeout_minutes * 60.0
         self._answer_seconds = limit
         # collectives have the process group's timeout; this outer limit covers everything else
         self._work_seconds = max(3600.0, 4 * limit)
@@ -152,21 +147,21 @@ class RankGroup:
 
         This waits for rank 0, which reserves the rendezvous address.
         """
-        environment = trainer_environment(self.config, self._num_threads, on_gpu=self._slots.on_gpu)
-        remote: Any = ray.remote(self._actor)  # Ray's types do not know the remote methods
-        for rank, slot in enumerate(self._places):
-            options = self._slots.options(slot, self._share) | _runtime_environment(self.config)
+        environment = trainer_environment(self.config, self.num_threads, on_gpu=self.slots.on_gpu)
+        remote: Any = ray.remote(self.actor)  # Ray's types do not know the remote methods
+        for rank, slot in enumerate(self.places):
+            options = self.slots.options(slot, self._share) | _runtime_environment(self.config)
             actor = remote.options(name=None, max_restarts=0, **options).remote(
                 self.config,
                 rank,
                 len(self.nodes),
-                self._run_path,
-                self._num_threads,
-                environment | self._slots.places[slot].environment,
+                self.run_path,
+                self.num_threads,
+                environment | self.slots.places[slot].environment,
             )
-            name = f"{self._actor.name}-{rank}"
-            self._actors[NamedActor(name, actor.process.remote())] = actor
-        first, actor = next(iter(self._actors.items()))
+            name = f"{self.actor.name}-{rank}"
+            self.actors[NamedActor(name, actor.process.remote())] = actor
+        first, actor = next(iter(self.actors.items()))
         [(address, port)] = wait_for(
             {first: actor.address.remote()}, "starting", deadlines.TRAINER_GROUP_START, should_stop
         )
@@ -175,11 +170,11 @@ class RankGroup:
         local_ranks = [self.nodes[:rank].count(node) for rank, node in enumerate(self.nodes)]
         return {
             worker: actor.setup.remote(address, port, local)
-            for (worker, actor), local in zip(self._actors.items(), local_ranks)
+            for (worker, actor), local in zip(self.actors.items(), local_ranks)
         }
 
     def _begin(self, begin: Callable[[Any], ray.ObjectRef]) -> dict[NamedActor, ray.ObjectRef]:
-        return {worker: begin(actor) for worker, actor in self._actors.items()}
+        return {worker: begin(actor) for worker, actor in self.actors.items()}
 
     def wait(self, asked: Asked, what: str, seconds: float | None = None) -> list[Any]:
         """Wait for answers of ranks.
@@ -187,7 +182,7 @@ class RankGroup:
         Args:
             seconds: deadline for all of them together, by default that of training.
         """
-        return wait_for(asked, what, seconds or self._work_seconds, on_poll=self._on_wait)
+        return wait_for(asked, what, seconds or self._work_seconds, on_poll=self.on_wait)
 
     def _ask(
         self, begin: Callable[[Any], ray.ObjectRef], what: str, seconds: float | None = None

@@ -85,6 +85,16 @@ _PRELOADED = (
     "slime.rollout.rewards.row_checks",
     "slime.embedded.server",
 )
+#: Defaults of Ray's environment variables for a local Ray.
+_LOCAL_SETTINGS = {
+    # metrics and usage reports cost processes and start-up time, and send data outside
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",
+    # prestarted workers wait for tasks; this driver has only actors, which get separate workers
+    "RAY_prestart_worker_first_driver": "0",
+    # workers would run at nice 15; any other program would starve the trainer and the engines
+    "RAY_worker_niceness": "0",
+}
 _reserved_ports: dict[str, PortReservation] = {}
 _ray_is_starting = False
 
@@ -135,13 +145,8 @@ def start_ray(
         _join(address, {"env_vars": environment})
         return False
     _provide_token()
-    # Ray's metrics and usage reports cost processes and start-up time, and send data outside.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_enable_metrics_collection", "0")
-    # Prestarted workers wait for tasks; this driver has only actors, which get separate workers.
-    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    # Ray runs its workers at nice 15; any other program would starve the trainer and the engines.
-    os.environ.setdefault("RAY_worker_niceness", "0")
+    for name, value in _LOCAL_SETTINGS.items():
+        os.environ.setdefault(name, value)
     sockets, why_elsewhere = folder_of_sockets()
     if why_elsewhere:
         logger.warning("%s: Ray keeps its sockets and logs in %s", why_elsewhere, sockets / "ray")
@@ -528,10 +533,11 @@ def reserve(
     """
     on_gpu = ray.cluster_resources().get("GPU", 0) > 0
     kind = "GPU" if on_gpu else "CPU"
+    things = "GPUs" if on_gpu else "process slots (CPUs)"
     num_in_cluster = ray.cluster_resources().get(kind, 0)
     if num_in_cluster < plan.total:
         raise UserError(
-            f"this run needs {plan.total} {_slots(on_gpu)}, the Ray cluster has {num_in_cluster:g}",
+            f"this run needs {plan.total} {things}, the Ray cluster has {num_in_cluster:g}",
             why=plan.formula,
             fix="lower --actor-num-gpus-per-node or --rollout-num-gpus, pass --colocate to share "
             "GPUs, or add nodes",
@@ -542,10 +548,14 @@ def reserve(
     try:
         _wait_for(group, timeout, should_stop)
         if on_gpu:
-            options = [_on_bundle(group, slot, on_gpu) for slot in range(plan.total)]
             asked = {
-                NamedActor(f"slot {i}"): _slot_of_bundle.options(**own).remote(i)
-                for i, own in enumerate(options)
+                NamedActor(f"slot {i}"): _slot_of_bundle.options(
+                    num_gpus=0.01,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(
+                        placement_group=group, placement_group_bundle_index=i
+                    ),
+                ).remote(i)
+                for i in range(plan.total)
             }
             places = wait_for(asked, "asking where the slots are", timeout, should_stop)
         else:
@@ -554,7 +564,7 @@ def reserve(
         free = ray.available_resources().get(kind, 0)
         remove_placement_group(group)
         raise UserError(
-            f"{plan.total} {_slots(on_gpu)} did not become free within {timeout:.0f} s",
+            f"{plan.total} {things} did not become free within {timeout:.0f} s",
             why=f"{plan.formula}; the cluster has {num_in_cluster:g}, of which {free:g} are free: "
             "another job holds the rest",
             fix="end the other job, wait, or raise --placement-timeout",
@@ -593,17 +603,6 @@ def _cpu_slots(group: PlacementGroup) -> list[GpuSlot]:
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
     return [GpuSlot(bundle, addresses[node], node, "") for bundle, node in sorted(nodes.items())]
-
-
-def _on_bundle(group: PlacementGroup, index: int, on_gpu: bool) -> dict[str, Any]:
-    strategy = PlacementGroupSchedulingStrategy(
-        placement_group=group, placement_group_bundle_index=index
-    )
-    return {"scheduling_strategy": strategy, **({"num_gpus": 0.01} if on_gpu else {})}
-
-
-def _slots(on_gpu: bool) -> str:
-    return "GPUs" if on_gpu else "process slots (CPUs)"
 
 
 def _ip_key(address: str) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import ray
@@ -33,6 +33,10 @@ from slime.prompts.source import load_source, make_source, save_source, source_a
 from slime.samples.batch import TrainBatch, TrainedTokens, TrainLayout
 from slime.samples.types import Group, VersionWindow
 from slime.user_code.hooks import RolloutFnTrainOutput
+
+if TYPE_CHECKING:  # imported by the methods that need them, when the actor starts
+    from slime.rollout.journal import Journal
+    from slime.rollout.reference_cache import ReferenceCache
 
 logger = get_logger(__name__)
 
@@ -82,9 +86,8 @@ class RolloutActor:
         self._footprint = Footprint()
         # writes the last rollout's training data beside its samples
         self._recording: asyncio.Future[None] | None = None
-        self.journal: Any = None  # a `slime.rollout.journal.Journal`, unless it is switched off
-        # a `slime.rollout.reference_cache.ReferenceCache`, where preferences need a reference
-        self.references: Any = None
+        self.journal: Journal | None = None  # unless it is switched off
+        self.references: ReferenceCache | None = None  # if preferences need a reference
         self._held_out: list[Group] | None = None
         log_to_file_only(
             "rollout", run_path / "logs", config.observe.log_level, *config.for_hiding()
@@ -138,8 +141,8 @@ class RolloutActor:
         """
         from slime.rollout.loop import RolloutLoop
 
-        keys.use(run_keys)
-        keys.own(router_url, *router_urls.values())
+        keys.set_run_keys(run_keys)
+        keys.register_own(router_url, *router_urls.values())
         # user functions may call the routers with clients that read proxies from the environment
         os.environ.update(
             past_proxies(
@@ -150,7 +153,7 @@ class RolloutActor:
             self.config, self.tokenizer, self.source, router_url, router_urls, self.journal
         )
         self.loop.record_failure = self.recorder.record_failure
-        self.loop.lost = _exit_with_reason
+        self.loop.on_blocked = _exit_with_reason
         await self.loop.start()
         freeze_gc(many_samples=True)
         return untold()
@@ -321,9 +324,7 @@ class RolloutActor:
             writing = asyncio.to_thread(self.recorder.record_training, rollout_id, trained)
             self._recording = asyncio.ensure_future(writing)
         generates = not self.config.algorithm.trains_on_data
-        metrics: dict[str, float] = (
-            self.loop.take_idle() if self.loop is not None and generates else {}
-        )
+        metrics = self.loop.take_idle() if self.loop is not None and generates else {}
         return metrics | {"perf/rollout_memory_gb": self._footprint.gigabytes(os.getpid())}
 
     async def save_source(self, rollout_id: int) -> dict[str, Any]:
@@ -457,10 +458,7 @@ class RolloutHandle:
 
     def held_out(self, layout: TrainLayout) -> list[ray.ObjectRef]:
         """Return the held-out pairs, one shard per data-parallel rank."""
-        shards: list[ray.ObjectRef] = self._answer(
-            self._actor.held_out.remote(layout), "reading the held-out pairs"
-        )
-        return shards
+        return self._answer(self._actor.held_out.remote(layout), "reading the held-out pairs")
 
     def keep_references(self, scored: Sequence[TrainedTokens]) -> None:
         self._answer(self._actor.keep_references.remote(scored), "keeping log-probs")
@@ -469,8 +467,7 @@ class RolloutHandle:
         self, rollout_id: int, trained: Sequence[TrainedTokens] = ()
     ) -> dict[str, float]:
         ref = self._actor.mark_consumed.remote(rollout_id, trained)
-        metrics: dict[str, float] = self._answer(ref, "noting consumed prompts")
-        return metrics
+        return self._answer(ref, "noting consumed prompts")
 
     def use_adapter(self, version: int, cut: bool) -> None:
         """Make requests name the policy's adapter of this version; see
@@ -479,10 +476,8 @@ class RolloutHandle:
 
     def adapters_in_use(self) -> set[str]:
         """Return the names of the adapters that running requests use."""
-        names: set[str] = self._answer(
-            self._actor.adapters_in_use.remote(), "asking which adapters are in use"
-        )
-        return names
+        ref = self._actor.adapters_in_use.remote()
+        return self._answer(ref, "asking which adapters are in use")
 
     def give_up(self, rollout_id: int) -> None:
         self._answer(self._actor.give_up.remote(rollout_id), "giving a rollout up")
@@ -499,8 +494,7 @@ class RolloutHandle:
     def save_source(self, rollout_id: int) -> dict[str, Any]:
         """Return the data position for the checkpoint of ``rollout_id``."""
         ref = self._actor.save_source.remote(rollout_id)
-        state: dict[str, Any] = self._answer(ref, "asking for the data position")
-        return state
+        return self._answer(ref, "asking for the data position")
 
     def load_source(
         self,
@@ -515,17 +509,11 @@ class RolloutHandle:
         log_warnings(self._answer(ref, "restoring the data position"))
 
     def source_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._answer(
-            self._actor.source_state.remote(), "asking for the data position"
-        )
-        return state
+        return self._answer(self._actor.source_state.remote(), "asking for the data position")
 
     def newest_version(self) -> int:
         """Return the newest weight version in the journal; 0 without a journal."""
-        version: int = self._answer(
-            self._actor.newest_version.remote(), "asking what the journal has"
-        )
-        return version
+        return self._answer(self._actor.newest_version.remote(), "asking what the journal has")
 
     def watch_progress(self, show: Callable[[dict[str, float]], None]) -> Watch:
         """Return a watch that updates `counters` and `waits`, and shows the counters."""

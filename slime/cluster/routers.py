@@ -106,9 +106,11 @@ class Routers:
                 fix="read the logs of these engines; py-spy dump shows where one hangs",
             ) from error
         self.urls = dict(zip(self.handles, urls))
-        keys.own(*self.urls.values())
+        keys.register_own(*self.urls.values())
         for name, url in self.urls.items():
-            logger.info("%d engine(s) of %s behind %s", len(self._behind(name, url_of)), name, url)
+            logger.info(
+                "%d engine(s) of %s behind %s", len(self._worker_urls(name, url_of)), name, url
+            )
 
     def _first_parts(self, model: str, kind: str | None = None) -> list[str]:
         return [
@@ -117,7 +119,7 @@ class Routers:
             if part.is_first and part.model.name == model and kind in (None, part.group.worker_type)
         ]
 
-    def _behind(self, model: str, url_of: Mapping[str, str]) -> list[str]:
+    def _worker_urls(self, model: str, url_of: Mapping[str, str]) -> list[str]:
         """Return the URLs of the model's engines; external engines belong to the policy."""
         own = {part.name for part in self._parts}
         external = (
@@ -143,18 +145,18 @@ class Routers:
                 [(url_of[name], port) for name, port in zip(prefill, ports)],
                 [url_of[name] for name in decode],
             )
-        behind = self._behind(model, url_of)
+        behind = self._worker_urls(model, url_of)
         return self.handles[model].begin_router(
             behind, list(filter(keys.is_external, behind)), pairs, port
         )
 
     # -- workers of the policy's router ------------------------------------------------------------
 
-    def take_out(self, url: str) -> None:
+    def remove_worker(self, url: str) -> None:
         """Send this engine no more requests. Raises EngineError if the router refuses or hangs."""
         asyncio.run(remove_worker(self.url, url, deadlines.ROUTERS_REMOVE_WORKER))
 
-    def put_behind(self, url: str) -> None:
+    def add_worker(self, url: str) -> None:
         """Send requests to this engine. Raises EngineError if the router refuses or hangs."""
         asyncio.run(register_workers(self.url, [url], timeout=deadlines.ROUTERS_ADD_WORKER))
 
@@ -201,7 +203,7 @@ class Routers:
             )
             raise_server_exit(name, server_exit._replace(how=times), [])
         url_of = serving()
-        late = [] if self._starts_with_workers(model, url_of) else self._behind(model, url_of)
+        late = [] if self._starts_with_workers(model, url_of) else self._worker_urls(model, url_of)
         asked = {router.worker: self._begin(model, {} if late else url_of, urlsplit(url).port)}
         wait_for(asked, "starting the router again", deadlines.ROUTERS_START, self._should_stop)
         refused = self._register_late(url, late)
@@ -222,7 +224,7 @@ class Routers:
         policy = self._config.engine.router.get("policy") or "cache_aware"
         return bool(
             self._first_parts(model, PAIR[0])
-            or workers_at_start(policy, self._behind(model, url_of))
+            or workers_at_start(policy, self._worker_urls(model, url_of))
         )
 
     def _register_late(self, url: str, engines: Iterable[str]) -> list[str]:

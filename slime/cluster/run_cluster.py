@@ -13,7 +13,6 @@ import ray
 
 from slime import deadlines
 from slime.checkpoints.load_plan import going_on
-from slime.cluster.adapter_versions import AdapterVersions
 from slime.cluster.engine_table import State
 from slime.cluster.engines import Engines
 from slime.cluster.gpu_memory import EngineMemory, GpuMemoryOwner
@@ -35,7 +34,7 @@ from slime.cluster.waiting import (
     raise_failed,
     wait_for,
 )
-from slime.cluster.weight_push import WeightPush
+from slime.cluster.weight_push import AdapterVersions, WeightPush
 from slime.config.config import Config
 from slime.engines.api import EngineError
 from slime.engines.kinds import engine_of
@@ -206,10 +205,19 @@ class Cluster:
         if trainers is not None:
             start = trainers.agreed_start(wait(setting_up, "setting up"))
         clock.lap("trainer")
+        if engines is not None and not engines.routers.urls:
+            engines.start_routers(wait(starting, "starting"))
+            clock.lap("engines")
+        self._connect(rollout, start)
+        clock.lap("connect")
+        return start.launch(num_prompts, clock.seconds)
+
+    def _connect(self, rollout: RolloutHandle, start: TrainerStart) -> None:
+        """Connect rollout actor, engines and trainers, which have come up, with the checkpoint's
+        data position and weight version."""
+        config = self.config
+        engines = self._engines
         if engines is not None:
-            if not engines.routers.urls:
-                engines.start_routers(wait(starting, "starting"))
-                clock.lap("engines")
             routers = engines.routers
             keys = engines.keys
             connect_rollout(
@@ -225,8 +233,6 @@ class Cluster:
             max(start.extra_state.get("weight_version", 0), rollout.newest_version())
         )
         self._progress = rollout.watch_progress(self._on_progress)
-        clock.lap("connect")
-        return start.launch(num_prompts, clock.seconds)
 
     def _load_source(self, config: Config, start: TrainerStart, *, is_again: bool = False) -> None:
         """Restore the data position of the checkpoint, or else that of the launch."""
@@ -509,8 +515,7 @@ class Cluster:
         A SIGTERM does not end the wait if the evaluation has already finished.
         """
         should_stop = (lambda: False) if evaluating.ends_within(0.0) else self._should_stop
-        found: dict[str, float] = self._wait_rollout(evaluating.ref, "evaluating", should_stop)
-        return found
+        return self._wait_rollout(evaluating.ref, "evaluating", should_stop)
 
     def save(
         self, rollout_id: int, pushed: Mapping[str, Any], metrics: Mapping[str, float]

@@ -10,7 +10,8 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -90,6 +91,7 @@ def _told_error(lines: Sequence[str]) -> str:
     return "; ".join(line.strip() for line in (lines[start], *parts))
 
 
+@dataclass(eq=False)
 class ServerProcess:
     """A server process, forked from this process or from the preloaded one.
 
@@ -104,14 +106,13 @@ class ServerProcess:
         hosts: hosts of the run's other processes, to which it connects without a proxy.
     """
 
-    def __init__(
-        self, name: str, spec: LaunchSpec, url: str, log_path: Path, hosts: Iterable[str] = ()
-    ) -> None:
-        self.name = name
-        self.spec = spec
-        self.url = url
-        self.log_path = log_path
-        self._hosts = [urlsplit(url).hostname or "", *hosts]
+    name: str
+    spec: LaunchSpec
+    url: str
+    log_path: Path
+    hosts: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
         self._process: subprocess.Popen[bytes] | preloaded.ForkedProcess | None = None
         self._log_start = 0
 
@@ -119,7 +120,8 @@ class ServerProcess:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "ab") as log:
             self._log_start = log.tell()  # earlier servers of this name wrote the log up to here
-            environment = {**os.environ, **past_proxies(self._hosts), **self.spec.env}
+            hosts = [urlsplit(self.url).hostname or "", *self.hosts]
+            environment = {**os.environ, **past_proxies(hosts), **self.spec.env}
             if self.spec.is_preloaded and preloaded.VARIABLE in os.environ:
                 with contextlib.suppress(OSError):  # else start it without preloading
                     self._process = preloaded.ForkedProcess(

@@ -84,18 +84,18 @@ class SlowWaitLogger:
         rows = [self._described(worker) for worker in waited_for]
         own = {_pid(worker) for worker in here}
         stopped = [row for pid, row in stopped_parts().items() if pid not in own]
-        is_odd = bool(stopped) or (
+        is_suspicious = bool(stopped) or (
             bool(rows) and all(row.endswith((": stopped)", ": idle)")) for row in rows)
         )
         text = f"{self._what}: nothing heard for {quiet:.0f} s from {', '.join(rows)}"
         text += f"; stopped besides: {', '.join(stopped)}" if stopped else ""
         text += f"; {more}" if (more := details()) else ""
-        if is_odd or quiet >= deadlines.SLOW_WAITS_STACKS:
+        if is_suspicious or quiet >= deadlines.SLOW_WAITS_STACKS:
             names = {_pid(worker): worker.name for worker in here}
             if asked := stacks.ask(pid for pid in names if pid not in stopped_parts()):
                 text += f"; Python stacks: {', '.join(f'{names[pid]}.log' for pid in asked)}"
-        (logger.warning if is_odd else logger.info)("%s", text)
-        self._next = quiet + deadlines.SLOW_WAITS_LINE if is_odd else 2 * quiet
+        (logger.warning if is_suspicious else logger.info)("%s", text)
+        self._next = quiet + deadlines.SLOW_WAITS_LINE if is_suspicious else 2 * quiet
         self._cpu = {}
 
     def _described(self, worker: Waited) -> str:

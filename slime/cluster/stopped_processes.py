@@ -18,6 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -34,6 +35,7 @@ logger = get_logger(__name__)
 _SIGNAL = signal.SIGRTMIN + 3
 
 
+@dataclass(eq=False)
 class StoppedProcessMonitor:
     """Logs stopped processes and ends waits for them.
 
@@ -48,21 +50,15 @@ class StoppedProcessMonitor:
         clock: seconds.
     """
 
-    def __init__(
-        self,
-        limit: float,
-        log: Path,
-        before_exit: Callable[[BaseException], None],
-        find_stopped: Callable[[], dict[int, str]] = stopped_parts,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._limit = limit
-        self._log = log
-        self._before_exit = before_exit
-        self._find_stopped = find_stopped
-        self._clock = clock
-        self._interval = min(deadlines.STOPPED_PROCESSES_POLL, limit / 8)
-        self._warn_after = min(deadlines.STOPPED_PROCESSES_LINE, limit / 3)
+    limit: float
+    log: Path
+    before_exit: Callable[[BaseException], None]
+    find_stopped: Callable[[], dict[int, str]] = stopped_parts
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._interval = min(deadlines.STOPPED_PROCESSES_POLL, self.limit / 8)
+        self._warn_after = min(deadlines.STOPPED_PROCESSES_LINE, self.limit / 3)
         self._since: dict[int, float] = {}
         self._reported: set[int] = set()
         self._error: BaseException | None = None
@@ -96,7 +92,7 @@ class StoppedProcessMonitor:
         self._is_leaving = True
         self._waits_for_save = waits_for_save
         open_waits.interrupt_with(None)
-        self._raised_at = self._clock()
+        self._raised_at = self.clock()
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -106,8 +102,8 @@ class StoppedProcessMonitor:
 
     def poll(self) -> None:
         """Look for stopped processes; log and end waits that are due."""
-        now = self._clock()
-        stopped = self._find_stopped()
+        now = self.clock()
+        stopped = self.find_stopped()
         for pid in self._reported - stopped.keys():
             logger.info("pid %d runs again or has ended", pid)
         self._reported &= stopped.keys()
@@ -116,7 +112,7 @@ class StoppedProcessMonitor:
             self._exit_if_not_raised(now, stopped)
         if not stopped:
             return
-        left = max(min(self._since.values()), open_waits.last_progress()) + self._limit - now
+        left = max(min(self._since.values()), open_waits.last_progress()) + self.limit - now
         self._warn(
             {
                 pid: name
@@ -142,7 +138,7 @@ class StoppedProcessMonitor:
         )
 
     def _stopped(self, stopped: dict[int, str]) -> str:
-        since = {pid: _time_in(self._since[pid] - self._clock()) for pid in stopped}
+        since = {pid: _time_in(self._since[pid] - self.clock()) for pid in stopped}
         return ", ".join(
             f"{name} has been stopped since {since[pid]}" for pid, name in stopped.items()
         )
@@ -157,7 +153,7 @@ class StoppedProcessMonitor:
             f"{self._stopped(stopped)}, and the run does not go on: the driver "
             f"{open_waits.describe()}",
             why="a stopped process (SIGSTOP) does not answer, and there was no progress for "
-            f"{self._limit:.0f} s (--distributed-timeout-minutes)",
+            f"{self.limit:.0f} s (--distributed-timeout-minutes)",
             fix="find out who stopped it; in time, kill -CONT "
             f"{' '.join(map(str, stopped))} lets a run continue. The Python stacks of the driver "
             f"and of {len(asked)} actors that still answered are in their logs",
@@ -184,16 +180,16 @@ class StoppedProcessMonitor:
         ):
             assert self._error is not None
             try:
-                self._before_exit(self._error)
+                self.before_exit(self._error)
             finally:
                 os._exit(1)
 
     def _write_own_stacks(self) -> None:
         try:
-            with open(self._log, "a") as log:
+            with open(self.log, "a") as log:
                 faulthandler.dump_traceback(file=log, all_threads=True)
         except OSError as problem:
-            logger.error("could not write %s: %s", self._log, problem)
+            logger.error("could not write %s: %s", self.log, problem)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         open_waits.raise_interrupt()

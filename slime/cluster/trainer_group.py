@@ -143,17 +143,12 @@ class TrainerActor(RankActor):
         assert self.backend.hf_config is not None
         if self.sync is None:
             model = (self.config, self.backend.pushed_chunks, self.backend.hf_config)
-            ranks: Any = {
-                "rank": self.rank,
-                "world_size": self.world_size,
-                "start_version": version,
-            }
-            adapters = self.backend.adapters
-            self.sync = (
-                WeightSync(*model, **ranks)
-                if adapters is None
-                else AdapterSync(*model, adapters, **ranks)
-            )
+            ranks: Any = {"rank": self.rank, "world_size": self.world_size}
+            ranks["start_version"] = version
+            if self.backend.adapters is None:
+                self.sync = WeightSync(*model, **ranks)
+            else:
+                self.sync = AdapterSync(*model, self.backend.adapters, **ranks)
         self.sync.connect(engines, on_this_node=on_this_node)
 
     def update_weights(
@@ -212,8 +207,7 @@ class TrainerActor(RankActor):
     def returns(self, values: ByPosition) -> tuple[ByPosition, ByPosition]:
         """Compute advantages with the critic's values; return the critic's targets and loss masks.
         Collective."""
-        found: tuple[ByPosition, ByPosition] = self.backend.returns(values)
-        return found
+        return self.backend.returns(values)
 
     def learn(self) -> tuple[dict[str, float], list[TrainedTokens]]:
         """Finish the training that `score` began; return as `train`. Collective."""
@@ -295,13 +289,11 @@ class CriticTrainerActor(RankActor):
 
     def values(self, shards: list[ray.ObjectRef]) -> ByPosition:
         """Compute the values of this rank's shard. Collective."""
-        found: ByPosition = self.backend.values(self._shard(shards))
-        return found
+        return self.backend.values(self._shard(shards))
 
     def learn(self, returns: ByPosition, loss_masks: ByPosition) -> dict[str, float]:
         """Take the steps on the batch of the last `values`; return metrics. Collective."""
-        metrics: dict[str, float] = self.backend.learn(returns, loss_masks)
-        return metrics
+        return self.backend.learn(returns, loss_masks)
 
     def save(self, rollout_id: int) -> None:
         with self._phase("save_model"):
@@ -344,9 +336,18 @@ class Trainers(RankGroup):
             shares=config.cluster.colocate,
         )
         self.layout = TrainLayout()
-        self._reporting_rank = 0
         if plan.num_critic:
-            self._critic = Critics(config, plan, slots, run_path, num_threads, on_wait)
+            places = range(plan.critic_offset, plan.total)
+            self._critic = Critics(
+                CriticTrainerActor,
+                config,
+                slots,
+                places,
+                run_path,
+                num_threads,
+                on_wait,
+                shares=False,
+            )
 
     @property
     def names(self) -> set[str]:
@@ -355,7 +356,7 @@ class Trainers(RankGroup):
 
     @property
     def _everyone(self) -> dict[NamedActor, Any]:
-        return self._actors | (self._critic.actors if self._critic is not None else {})
+        return self.actors | (self._critic.actors if self._critic is not None else {})
 
     # -- coming up ---------------------------------------------------------------------------------
 
@@ -376,7 +377,7 @@ class Trainers(RankGroup):
         Raises:
             UserError: ranks found different checkpoints, or the critic's weights do not match.
         """
-        of_critic = list(starts[len(self._actors) :]) if self._critic is not None else []
+        of_critic = list(starts[len(self.actors) :]) if self._critic is not None else []
         starts = starts[: len(starts) - len(of_critic)]
         ids = sorted({start.start_rollout_id for start in starts})
         if len(ids) > 1:
@@ -469,15 +470,11 @@ class Trainers(RankGroup):
 
     def sleep(self, keep_weights: bool) -> dict[str, float]:
         """Free the GPUs for the engines; return rank 0's metrics."""
-        found: dict[str, float] = self._ask(
-            lambda actor: actor.sleep.remote(keep_weights), _HANDING_OVER
-        )[0]
-        return found
+        return self._ask(lambda actor: actor.sleep.remote(keep_weights), _HANDING_OVER)[0]
 
     def wake(self) -> dict[str, float]:
         """Take the GPUs' memory back; return rank 0's metrics."""
-        found: dict[str, float] = self._ask(lambda actor: actor.wake.remote(), _HANDING_OVER)[0]
-        return found
+        return self._ask(lambda actor: actor.wake.remote(), _HANDING_OVER)[0]
 
     def start_profile(self, folder: Path) -> None:
         """Start to profile the ranks of --profile-ranks, into files in ``folder``."""
@@ -511,7 +508,7 @@ class Trainers(RankGroup):
             UserError: the save failed. ActorDied: a rank is gone.
         """
         asked = {worker: actor.finish_saving.remote() for worker, actor in self._everyone.items()}
-        of_critic = {worker: ref for worker, ref in asked.items() if worker not in self._actors}
+        of_critic = {worker: ref for worker, ref in asked.items() if worker not in self.actors}
         end = math.inf
         while not all_answered(asked) and not is_settled():
             ray.wait(list(asked.values()), num_returns=len(asked), timeout=deadlines.WAITING_POLL)
@@ -542,7 +539,7 @@ class Trainers(RankGroup):
         its ranks have failed, while the other's may still train."""
         asked = [
             {worker: actor.failed_step.remote() for worker, actor in actors.items()}
-            for actors in (self._actors, self._critic.actors if self._critic is not None else {})
+            for actors in (self.actors, self._critic.actors if self._critic is not None else {})
         ]
         end = time.monotonic() + deadlines.TRAINER_GROUP_QUICK_CALL
         waiting = [group for group in asked if group]
@@ -573,35 +570,13 @@ class Trainers(RankGroup):
         for actor in everyone:
             ray.kill(actor, no_restart=True)
 
-    def _ask_everyone(
-        self, begin: Callable[[Any], ray.ObjectRef], what: str, seconds: float | None = None
-    ) -> list[Any]:
+    def _ask_everyone(self, begin: Callable[[Any], ray.ObjectRef], what: str) -> list[Any]:
         """`_ask`, including the critic's ranks."""
-        asked = {worker: begin(actor) for worker, actor in self._everyone.items()}
-        return self.wait(asked, what, seconds)
+        return self.wait({worker: begin(actor) for worker, actor in self._everyone.items()}, what)
 
 
 class Critics(RankGroup):
     """The driver's handle of the ranks of a critic on separate GPUs."""
-
-    def __init__(
-        self,
-        config: Config,
-        plan: PlacementPlan,
-        slots: GpuSlots,
-        run_path: Path,
-        num_threads: int,
-        on_wait: Callable[[], None],
-    ) -> None:
-        own = range(plan.critic_offset, plan.total)
-        super().__init__(
-            CriticTrainerActor, config, slots, own, run_path, num_threads, on_wait, shares=False
-        )
-        self._reporting_rank = 0
-
-    @property
-    def actors(self) -> dict[NamedActor, Any]:
-        return self._actors
 
     def load(self, plan: LoadPlan, starts: Sequence[TrainerStart]) -> TrainLayout:
         """Load the critic that belongs to the policy's checkpoint; return the layout.
@@ -636,8 +611,7 @@ class Critics(RankGroup):
         """Take the critic's steps; return the answers to ``beside``, and the critic's metrics."""
         asked = self._begin(lambda actor: actor.learn.remote(returns, loss_masks))
         answers = self.wait(beside | asked, "training")
-        metrics: dict[str, float] = answers[len(beside) + self._reporting_rank]
-        return answers[: len(beside)], metrics
+        return answers[: len(beside)], answers[len(beside) + self._reporting_rank]
 
     def save(self, rollout_id: int) -> None:
         """Write the critic's part of a checkpoint."""

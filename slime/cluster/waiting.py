@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -202,9 +203,15 @@ def waiting_for(what: str) -> Iterator[Callable[[Asked], None]]:
         yield a_moment
 
 
+def _finished(asked: Asked) -> set[ray.ObjectRef]:
+    """Return the refs that have an answer or a failure by now, without waiting."""
+    refs = list(asked.values())
+    return set(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) if refs else set()
+
+
 def all_answered(asked: Asked) -> bool:
     """Return whether all have answered or failed, without waiting."""
-    return len(ray.wait(list(asked.values()), num_returns=len(asked), timeout=0)[0]) == len(asked)
+    return len(_finished(asked)) == len(asked)
 
 
 def describe_unanswered(asked: Asked) -> str:
@@ -218,11 +225,7 @@ def describe_unanswered(asked: Asked) -> str:
 
 def raise_failed(asked: Asked, what: str) -> None:
     """Raise the error of the first actor that has failed by now, without waiting."""
-    done = (
-        set(ray.wait(list(asked.values()), num_returns=len(asked), timeout=0)[0])
-        if asked
-        else set()
-    )
+    done = _finished(asked)
     for worker, ref in asked.items():
         if ref in done:
             _fetch(ref, what, worker)
@@ -251,12 +254,7 @@ class Watch:
         Raises:
             ActorDied: one of them has died. Also what ``on_answer`` raises.
         """
-        open_refs = list(self._asked.values())
-        done = (
-            set(ray.wait(open_refs, num_returns=len(open_refs), timeout=0)[0])
-            if open_refs
-            else set()
-        )
+        done = _finished(self._asked)
         for worker, ask in self._questions.items():
             ref = self._asked.get(worker)
             if ref is not None:
@@ -269,6 +267,7 @@ class Watch:
             self._asked[worker] = ask()
 
 
+@dataclass(eq=False)
 class StartupProgress:
     """Logs, at growing intervals, which actors are still starting, with the last line of their log.
 
@@ -279,34 +278,29 @@ class StartupProgress:
         clock: seconds.
     """
 
-    def __init__(
-        self,
-        coming_up: Asked,
-        logs: Path,
-        clock: Callable[[], float] = time.monotonic,
-        done: Callable[[ray.ObjectRef], bool] = lambda ref: bool(ray.wait([ref], timeout=0)[0]),
-    ) -> None:
-        self._coming_up = coming_up
-        self._logs = logs
-        self._clock = clock
-        self._done = done
-        self._started = clock()
+    coming_up: Asked
+    logs: Path
+    clock: Callable[[], float] = time.monotonic
+    done: Callable[[ray.ObjectRef], bool] = lambda ref: bool(ray.wait([ref], timeout=0)[0])
+
+    def __post_init__(self) -> None:
+        self._started = self.clock()
         self._next = deadlines.WAITING_FIRST_LINE
 
     def poll(self) -> None:
         """Log the lines that are due, without waiting."""
-        waited = self._clock() - self._started
+        waited = self.clock() - self._started
         if waited < self._next:
             return
         self._next = 2 * waited
-        for worker, ref in self._coming_up.items():
-            if not self._done(ref):
+        for worker, ref in self.coming_up.items():
+            if not self.done(ref):
                 logger.info(
                     "%s is coming up for %.0f s%s", worker, waited, self._last_words(worker.name)
                 )
 
     def _last_words(self, name: str) -> str:
-        path = self._logs / f"{name}.log"
+        path = self.logs / f"{name}.log"
         if not path.exists():
             return ""
         with open(path, "rb") as log:

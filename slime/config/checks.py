@@ -168,7 +168,7 @@ def _needs(draft: Draft) -> None:
 
 def _is_checked_elsewhere(draft: Draft, spec: FlagSpec) -> bool:
     """Whether this is an option of engines of which the run starts none, so that another warning
-    names it, or of engines in server groups (`slime.engines.idle_options`)."""
+    names it, or of engines in server groups (`slime.engines.model_groups.idle_options`)."""
     section = ENGINE_OPTIONS[draft["rollout_engine"]].section
     if not spec.sections or "engine" not in spec.meta.read_by:
         return False

@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     from slime.processes.host import bind
 
-    key = keys.take()
+    key = keys.take_from_environment()
     inference_only = keys.take_access() == keys.ONLY_INFERENCE
     listener = bind(args.host, args.port, args.fd)  # before torch is imported
     with paused():

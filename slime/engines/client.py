@@ -29,7 +29,7 @@ from slime import deadlines
 from slime.engines.adapters import ADAPTER_FIELD, GENERATING, with_version
 from slime.engines.api import LOADS_PATH, EngineClient, EngineError, GenerateResult
 from slime.engines.request_fields import SamplingParams
-from slime.engines.workers import ROUTING_KEY_HEADER, RouterWorker, list_workers
+from slime.engines.router import ROUTING_KEY_HEADER, RouterWorker, list_workers
 from slime.log import get_logger
 
 logger = get_logger(__name__)
@@ -107,22 +107,17 @@ class RequestSlots(asyncio.Semaphore):
 
 
 @dataclass
-class Served:
-    """Whether any engine serves, from the router's last answer; shared by all forks of a client."""
-
-    at: float = -math.inf
-    by_some: bool = True
-
-
-@dataclass
-class PolicyAdapter:
-    """The adapter that requests for the policy name; shared by all forks of a client.
+class SharedState:
+    """What all forks of a client share.
 
     Attributes:
-        name: "" if the policy is not an adapter.
+        adapter: the adapter that requests for the policy name; "" if the policy is none.
+        has_engine: whether the router lists a healthy engine, as it said at ``asked_at``.
     """
 
-    name: str = ""
+    adapter: str = ""
+    has_engine: bool = True
+    asked_at: float = -math.inf
 
 
 @dataclass
@@ -230,8 +225,7 @@ class RolloutClient:
         #: URLs of the router, and of the engines that it has named so far.
         self._policy_urls = {self.base_url, *urls}
         self._next_key = 0
-        self._served = Served()
-        self._adapter = PolicyAdapter()
+        self._shared = SharedState()
         #: The first client and all its forks.
         self._forks = [self]
 
@@ -295,7 +289,7 @@ class RolloutClient:
             cut: abort requests for older adapters, so that their senders continue with this one;
                 else they end with their first adapter.
         """
-        self._adapter.name = name
+        self._shared.adapter = name
         if cut and self.adapters_in_use() - {name}:
             workers = await self._workers_or_known()
             for (_, problem), worker in zip(
@@ -314,7 +308,7 @@ class RolloutClient:
         itself."""
         if not request.ends_with_rollout or path not in GENERATING or ADAPTER_FIELD in body:
             return ""
-        return self._adapter.name
+        return self._shared.adapter
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -358,7 +352,10 @@ class RolloutClient:
             num_input_tokens=len(input_ids),
             past_router=loses_fields(body),
         )
-        return _aborted_result() if answer is None else GenerateResult.from_json(answer)
+        if answer is None:
+            meta = {"finish_reason": {"type": "abort"}, "completion_tokens": 0}
+            return GenerateResult([], [], "", "abort", meta)
+        return GenerateResult.from_json(answer)
 
     async def post(
         self,
@@ -428,16 +425,16 @@ class RolloutClient:
     async def _some_engine_serves(self) -> bool:
         """Whether the router lists a healthy engine, asked at intervals; true if the router does
         not answer, because it may return at any moment."""
-        served = self._served
+        shared = self._shared
         now = time.monotonic()
-        if now - served.at >= deadlines.CLIENT_WORKERS:
-            served.at = now
+        if now - shared.asked_at >= deadlines.CLIENT_WORKERS:
+            shared.asked_at = now
             try:
                 async with asyncio.timeout(deadlines.CLIENT_WORKERS):
-                    served.by_some = any(worker.healthy for worker in await self._workers())
+                    shared.has_engine = any(worker.healthy for worker in await self._workers())
             except (EngineError, TimeoutError):
-                served.by_some = True
-        return served.by_some
+                shared.has_engine = True
+        return shared.has_engine
 
     async def _least_busy(self, request: InFlight) -> str:
         """Return the URL of the healthy engine with the fewest of our other requests.
@@ -606,9 +603,3 @@ def num_requests(loads: dict[str, Any]) -> int:
         3
     """
     return sum(item["num_running_reqs"] + item["num_waiting_reqs"] for item in loads["loads"])
-
-
-def _aborted_result() -> GenerateResult:
-    return GenerateResult(
-        [], [], "", "abort", {"finish_reason": {"type": "abort"}, "completion_tokens": 0}
-    )

@@ -193,7 +193,7 @@ class EngineFleet:
                 for call in late:
                     call.cancel()
         results = await asyncio.gather(*calls, return_exceptions=True)
-        return answers(
+        return checked_answers(
             [result for result in results if not isinstance(result, asyncio.CancelledError)]
         )
 
@@ -235,10 +235,10 @@ class Fleets:
 
 
 async def _all_answers(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    return answers(await asyncio.gather(*calls, return_exceptions=True))
+    return checked_answers(await asyncio.gather(*calls, return_exceptions=True))
 
 
-def answers(results: Sequence[Any]) -> list[Any]:
+def checked_answers(results: Sequence[Any]) -> list[Any]:
     """Return the results, or raise one EngineError that names all engines that failed."""
     failed = [result for result in results if isinstance(result, EngineError)]
     for result in results:

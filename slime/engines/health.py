@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from slime import deadlines
@@ -15,6 +16,7 @@ from slime.engines.fleet import EngineFleet
 from slime.engines.kinds import engine_of
 
 
+@dataclass(eq=False)
 class HealthChecks:
     """Finds engines without a healthy answer for ``timeout`` seconds after a check began.
 
@@ -27,20 +29,14 @@ class HealthChecks:
         first_wait: seconds before the first check after each `begin`.
     """
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        interval: float,
-        timeout: float,
-        first_wait: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._path = path
-        self._clock = clock
-        self.interval = interval
-        self.timeout = timeout
-        self.first_wait = first_wait
+    path: str
+    _: KW_ONLY
+    interval: float
+    timeout: float
+    first_wait: float
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._next = 0.0
         self._fleet: EngineFleet | None = None
         self._asked_at = 0.0
@@ -64,12 +60,12 @@ class HealthChecks:
     def begin(self) -> None:
         """Allow checks: the engines are awake."""
         self._open = {}
-        self._next = max(self._next, self._clock() + self.first_wait)
+        self._next = max(self._next, self.clock() + self.first_wait)
 
     def silent(self, fleet: EngineFleet) -> list[str]:
         """Start checks that are due, read answers without waiting, and return URLs of hanging
         engines."""
-        now = self._clock()
+        now = self.clock()
         # checks over closed connections get no answer
         if fleet is not self._fleet:
             self._fleet = fleet
@@ -104,7 +100,7 @@ class HealthChecks:
             self._open = {}
         wait(
             self._open.values(),
-            timeout=max(0.0, self._asked_at + deadlines.HEALTH_ARRIVAL - self._clock()),
+            timeout=max(0.0, self._asked_at + deadlines.HEALTH_ARRIVAL - self.clock()),
         )
         if any(not answer.done() for answer in self._open.values()):
             for url, outcome in fleet.post_to(
@@ -121,4 +117,4 @@ class HealthChecks:
         return hanging
 
     def _ask(self, fleet: EngineFleet, urls: list[str]) -> dict[str, Future[Any]]:
-        return {url: fleet.start_get(url, self._path, self.timeout) for url in urls}
+        return {url: fleet.start_get(url, self.path, self.timeout) for url in urls}

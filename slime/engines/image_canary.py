@@ -101,7 +101,7 @@ class ImageCanary:
         tokens = [*self.tokens[: self.span.start + 1], *self.tokens[self.span.end :]]
         return {**scoring_request(tokens), "image_data": [in_base64(picture)]}
 
-    def is_about_it(self, told: Sequence[Any]) -> bool:
+    def has_tokens(self, told: Sequence[Any]) -> bool:
         """Tell whether an engine's answer has these tokens. Engines may use other ids for
         placeholders."""
         own = self.span

@@ -1,7 +1,7 @@
 """The run's key, which engines and routers require: ``Authorization: Bearer KEY``.
 
     driver: RunKeys.new() ──► rollout actor, owners of servers, trainers (sealed Ray messages)
-                          └─► engines, routers (`VARIABLE` in their environment, see `take`)
+                          └─► engines, routers (`VARIABLE` in their environment)
 
 Every run makes its own key, and restarted engines and routers get the same one. External engines
 require their own key, if any; the run's key is never sent to them. A process maps URLs to keys, so
@@ -55,33 +55,37 @@ class RunKeys:
         return RunKeys(Key(secrets.token_urlsafe(32)), Key(os.environ.get(VARIABLE, "")))
 
 
-# before `use`, only external engines can be called
-_run = RunKeys(Key(), Key(os.environ.get(VARIABLE, "")))
+_run: RunKeys | None = None
 _key_of: dict[str, Key] = {}
 _external: set[str] = set()
 
 
-def use(keys: RunKeys) -> RunKeys:
-    """Set this process's keys, for `own` and `external`."""
+def set_run_keys(keys: RunKeys) -> RunKeys:
+    """Set this process's keys, for `register_own` and `register_external`."""
     global _run
     _run = keys
     return keys
 
 
-def own(*urls: str) -> None:
+def _run_keys() -> RunKeys:
+    """Return this process's keys; before `set_run_keys`, those of external engines alone."""
+    return _run or RunKeys(Key(), Key(os.environ.get(VARIABLE, "")))
+
+
+def register_own(*urls: str) -> None:
     """Register servers that the run has started."""
     for url in urls:
-        know(url, _run.own)
+        register(url, _run_keys().own)
 
 
-def external(*urls: str) -> None:
+def register_external(*urls: str) -> None:
     """Register engines that were started outside the run."""
     for url in urls:
-        know(url, _run.external)
+        register(url, _run_keys().external)
         _external.add(url.rstrip("/"))
 
 
-def know(url: str, key: str) -> None:
+def register(url: str, key: str) -> None:
     """Send the key with requests to this base URL; "" sends none."""
     _external.discard(url.rstrip("/"))
     _key_of[url.rstrip("/")] = Key(key)
@@ -109,7 +113,7 @@ def header_of(key: str) -> dict[str, str]:
 # -- in a server -----------------------------------------------------------------------------------
 
 
-def take() -> Key:
+def take_from_environment() -> Key:
     """Remove this server's key from the environment, so that children do not inherit it, and return
     it; "" if there is none."""
     return Key(os.environ.pop(VARIABLE, ""))

@@ -131,8 +131,7 @@ def named_paths(adapters: Mapping[str, Path]) -> list[str]:
 
 def engine_kind(name: str) -> EngineKind:
     """Return the record of an engine by its name in `ENGINE_OPTIONS`."""
-    kind: EngineKind = importlib.import_module(ENGINE_OPTIONS[name].kind).KIND
-    return kind
+    return importlib.import_module(ENGINE_OPTIONS[name].kind).KIND
 
 
 def engine_of(config: Config) -> EngineKind:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime import deadlines
@@ -20,7 +21,6 @@ from slime.config.engine_flags import to_argv
 from slime.engines import keys
 from slime.engines.api import EngineClient, EngineError
 from slime.engines.launch import LaunchSpec
-from slime.engines.workers import EXTERNAL, list_workers
 from slime.errors import UserError
 from slime.processes.host import free_port, python_module
 
@@ -41,6 +41,13 @@ POLICIES = {
 
 #: Answers 200 as long as the router itself is healthy, whatever the state of its workers.
 LIVENESS_PATH = "/liveness"
+
+#: Requests of one session carry the same value; the ``manual`` policy sends them to the same
+#: engine.
+ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
+
+#: Label of workers that were started outside this run, as the router stores and lists it.
+EXTERNAL = {"slime": "external"}
 
 # the router's own limit of 512 MiB is too small for requests with many images
 _LARGEST_PAYLOAD = 4 << 30
@@ -86,7 +93,7 @@ def workers_at_start(name: str, worker_urls: list[str]) -> list[str]:
 
 
 def wants_routing_key(name: str) -> bool:
-    """Return whether this policy needs `slime.engines.workers.ROUTING_KEY_HEADER` in requests."""
+    """Return whether this policy needs `ROUTING_KEY_HEADER` in requests."""
     return router_policy(name) == "manual"
 
 
@@ -147,6 +154,50 @@ def disaggregated_router_command(
 
 
 # -- its workers -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RouterWorker:
+    """One engine behind the router.
+
+    The router's load count is omitted: it is 0 under most policies.
+
+    Attributes:
+        is_external: it was started outside this run.
+    """
+
+    id: str
+    url: str
+    healthy: bool
+    is_external: bool = False
+
+
+async def list_workers(router: EngineClient) -> list[RouterWorker]:
+    """List the router's workers and register their keys; an engine without a router is listed as
+    its own only worker.
+
+    Raises:
+        EngineError: no answer.
+    """
+    try:
+        body = await router.get("/workers", timeout=deadlines.WORKERS_LIST)
+    except EngineError as error:
+        if error.status != 404:
+            raise
+        return [RouterWorker("", router.url, healthy=True)]
+    workers = [
+        RouterWorker(
+            item["id"],
+            item["url"],
+            bool(item["is_healthy"]),
+            EXTERNAL.items() <= item.get("metadata", {}).items(),
+        )
+        for item in body["workers"]
+    ]
+    for worker in workers if keys.key_of(router.url) else ():
+        (keys.register_external if worker.is_external else keys.register_own)(worker.url)
+    return workers
+
 
 #: The router's name of the model. Without it the router would reveal the model's path, because
 #: /v1/models needs no key.

@@ -21,7 +21,7 @@ def main() -> None:
     from sglang_router.launch_router import launch_router, parse_router_args
 
     args = parse_router_args(sys.argv[1:])
-    args.api_key = str(keys.take()) or None
+    args.api_key = str(keys.take_from_environment()) or None
     launch_router(args)
 
 

@@ -58,7 +58,11 @@ def load_rollout(config: Config, rollout_id: int) -> list[Group]:
     pattern = config.debug.load_debug_rollout_data
     if not pattern:
         raise UserError("there is no dump to load", fix="pass --load-debug-rollout-data PATTERN")
-    groups = group_samples(load_samples(fill(pattern, rollout_id), pattern))
+    by_index: dict[Any, list[Sample]] = {}
+    for position, sample in enumerate(load_samples(fill(pattern, rollout_id), pattern)):
+        key = ("position", position) if sample.group_index is None else sample.group_index
+        by_index.setdefault(key, []).append(sample)
+    groups = groups_from_nested(list(by_index.values()), "the rollout dump")
     fraction = config.debug.load_debug_rollout_data_subsample
     if fraction is not None:
         kept = max(1, round(fraction * len(groups)))
@@ -130,12 +134,3 @@ def _no_dump(pattern: str, path: Path) -> UserError:
         fix="check the pattern of --load-debug-rollout-data, --start-rollout-id (the first "
         "rollout) and --num-rollout (the last rollout's number plus one)",
     )
-
-
-def group_samples(samples: list[Sample]) -> list[Group]:
-    """Flat samples back into groups by ``group_index`` (one group each where it is None)."""
-    groups: dict[Any, list[Sample]] = {}
-    for position, sample in enumerate(samples):
-        key = ("position", position) if sample.group_index is None else sample.group_index
-        groups.setdefault(key, []).append(sample)
-    return groups_from_nested(list(groups.values()), "the rollout dump")

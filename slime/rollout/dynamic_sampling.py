@@ -22,7 +22,6 @@ import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from enum import StrEnum
 from typing import Any
 
 from slime import deadlines
@@ -30,7 +29,14 @@ from slime.errors import UserError
 from slime.log import get_logger
 from slime.rollout.filters import call_dynamic_filter, should_drop_dynamic_filter_output
 from slime.rollout.journal import Journal, RecordKind, drawn_as, is_prompt
-from slime.rollout.trajectory import Activity, GroupRun, GroupRunner, too_many_failed, why_failed
+from slime.rollout.trajectory import (
+    Activity,
+    Decision,
+    GroupRun,
+    GroupRunner,
+    too_many_failed,
+    why_failed,
+)
 from slime.rollout.watchdog import RolloutStalled, Watchdog
 from slime.samples.sample_fields import kind_problem
 from slime.samples.types import ANY_VERSION, Sample, VersionWindow
@@ -43,21 +49,13 @@ logger = get_logger(__name__)
 #: drops everything would otherwise keep a rollout from ending.
 _MOST_DROPS = 1000
 
+_DISCARDED = (Decision.DROP, Decision.FAILED, Decision.STALE)
 #: --stale-samples → the metric that counts the stale groups.
-_BECAME = {
+_STALE_METRICS = {
     "correct": "rollout/num_stale_corrected",
     "requeue": "rollout/num_stale_requeued",
     "drop": "rollout/num_stale_dropped",
 }
-
-
-class Decision(StrEnum):
-    KEEP = "keep"
-    DROP = "drop"
-    FAILED = "failed"
-    STALE = "stale"
-    AGAIN = "again"
-    """Generated again in another rollout."""
 
 
 @dataclass
@@ -75,7 +73,9 @@ class Collected:
     chosen: list[GroupRun]
     finished: list[GroupRun]
     drops: Counter[str] = field(default_factory=Counter)
-    stale: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_BECAME.values(), 0)))
+    stale: Counter[str] = field(
+        default_factory=lambda: Counter(dict.fromkeys(_STALE_METRICS.values(), 0))
+    )
     num_failed: int = 0
     num_surplus: int = 0
     num_aborted: int = 0
@@ -119,16 +119,14 @@ class DynamicSampler:
         self.num_failures_allowed = max(1, int(self.max_failed_fraction * self.target))
         self.watchdog = Watchdog(self.client, self.runner, self.stall_timeout)
         self.drawn: list[GroupRun] = []
-        self._corrected: set[int] = set()  # by GroupRun.order
         self._identities: set[tuple[str, int | None]] = set()  # `_identity_of` each drawn group
         self._most_drops = max(_MOST_DROPS, 10 * self.target)
         path = getattr(self.runner.state.args, "data_source_path", None)
         self._source_name = named(path, "--data-source-path") if path else "the data source"
-        self.verdicts: dict[int, Decision] = {}  # by GroupRun.order
         self.result = Collected([], [])
         # groups certain to be in the batch; may exceed the target
         self._certain: list[GroupRun] = []
-        # in deterministic mode: every group drawn before this one has its verdict
+        # in deterministic mode: every group drawn before this one has its decision
         self._next_certain = 0
         self._num_rejected = 0
         self._drops_in_a_row = 0
@@ -152,15 +150,13 @@ class DynamicSampler:
             await self._stop_running()
         finally:
             await self._cancel(self._tasks)
-        chosen = [run.for_training() for run in self._certain[: self.target]]
+        chosen = self._certain[: self.target]
+        for sample in (sample for run in chosen for sample in run.samples):
+            sample.drawn_as = sample.as_drawn = None  # how it was drawn is of no use in training
         self._put_back(chosen)
         result = self.result
         result.chosen = sorted(chosen, key=_sample_index)
-        judged = [
-            run
-            for run in self.drawn
-            if self.verdicts.get(run.order) in (Decision.KEEP, Decision.DROP)
-        ]
+        judged = [run for run in self.drawn if run.decision in (Decision.KEEP, Decision.DROP)]
         result.finished = sorted(judged, key=_sample_index)
         return result
 
@@ -170,18 +166,21 @@ class DynamicSampler:
         """Groups that are kept or may still be kept."""
         return len(self.drawn) - self._num_rejected
 
-    def _decide(self, run: GroupRun, verdict: Decision) -> None:
-        """Note a verdict; a rejected group is not drawn again after a resume."""
-        self.verdicts[run.order] = verdict
-        if verdict is not Decision.KEEP:
+    def _decide(self, run: GroupRun, decision: Decision) -> None:
+        """Note a decision; a rejected group is not drawn again after a resume."""
+        run.decision = decision
+        if decision is not Decision.KEEP:
             self._num_rejected += 1
-            if verdict is not Decision.AGAIN:
+            if decision is not Decision.REQUEUE:
                 self.source.mark_discarded([run.index])
         elif not self.deterministic:
             self._certain.append(run)
-        while self.deterministic and self._next_certain in self.verdicts:
-            if self.verdicts[self._next_certain] is Decision.KEEP:
-                self._certain.append(self.drawn[self._next_certain])
+        while self.deterministic and self._next_certain < len(self.drawn):
+            first = self.drawn[self._next_certain]
+            if first.decision is None:
+                break
+            if first.decision is Decision.KEEP:
+                self._certain.append(first)
             self._next_certain += 1
 
     def _draw_some(self) -> None:
@@ -197,7 +196,7 @@ class DynamicSampler:
                     fix="return list[group][Sample]",
                 )
         except FunctionFailed as error:
-            self._draw_failed(error)
+            self._note_failed_draw(error)
             return
         if not groups:
             raise UserError(
@@ -207,9 +206,9 @@ class DynamicSampler:
                 fix="give more data, or lower --rollout-batch-size",
             )
         for samples in groups:
-            wrong = _wrong_group(samples, self.group_size, self._identities, self._source_name)
+            wrong = _group_problem(samples, self.group_size, self._identities, self._source_name)
             if wrong is not None:
-                self._draw_failed(wrong)
+                self._note_failed_draw(wrong)
                 continue
             self._identities |= _identity_of(samples)
             run = self._restored(samples)
@@ -222,7 +221,7 @@ class DynamicSampler:
             self._tasks[task] = run
             task.add_done_callback(self._finished.put_nowait)
 
-    def _draw_failed(self, error: FunctionFailed) -> None:
+    def _note_failed_draw(self, error: FunctionFailed) -> None:
         self.result.num_failed += 1
         if self.result.num_failed > self.num_failures_allowed:
             raise error
@@ -245,19 +244,19 @@ class DynamicSampler:
     # -- stale groups ------------------------------------------------------------------------------
 
     def _is_stale(self, run: GroupRun) -> bool:
-        return run.order not in self._corrected and (
+        return not run.is_corrected and (
             self.versions.stale_among(run.to_group().weight_versions()) is not None
         )
 
     def _takes_stale(self, run: GroupRun) -> bool:
         """Apply --stale-samples to a stale group that was drawn; return whether the group is
         used."""
-        self.result.stale[_BECAME[self.stale_samples]] += 1
+        self.result.stale[_STALE_METRICS[self.stale_samples]] += 1
         if self.stale_samples == "drop":
             self._decide(run, Decision.STALE)
             return False
         if self.stale_samples == "correct":
-            self._corrected.add(run.order)
+            run.is_corrected = True
         else:
             run.is_noted = False
             run.restart()
@@ -268,9 +267,9 @@ class DynamicSampler:
         generate function can return such tokens. Another group is drawn instead."""
         if not self._is_stale(run):
             return False
-        self.result.stale[_BECAME[self.stale_samples]] += 1
+        self.result.stale[_STALE_METRICS[self.stale_samples]] += 1
         if self.stale_samples == "correct":
-            self._corrected.add(run.order)
+            run.is_corrected = True
             return False
         self._drops_in_a_row += 1
         if self._drops_in_a_row >= self._most_drops:
@@ -282,7 +281,7 @@ class DynamicSampler:
                 fix="leave older tokens out in that function, or pass --stale-samples correct to "
                 "train on them",
             )
-        self._decide(run, Decision.STALE if self.stale_samples == "drop" else Decision.AGAIN)
+        self._decide(run, Decision.STALE if self.stale_samples == "drop" else Decision.REQUEUE)
         return True
 
     def _note(self, kind: RecordKind, run: GroupRun) -> None:
@@ -409,10 +408,9 @@ class DynamicSampler:
         taken = {run.order for run in chosen}
         back = []
         for run in self.drawn:
-            verdict = self.verdicts.get(run.order)
-            if run.order in taken or verdict in (Decision.DROP, Decision.FAILED, Decision.STALE):
+            if run.order in taken or run.decision in _DISCARDED:
                 continue
-            if verdict is Decision.AGAIN:
+            if run.decision is Decision.REQUEUE:
                 run.restart()
                 back.append(run)
                 continue
@@ -431,11 +429,11 @@ class DynamicSampler:
         """Put a group into the state from which the next rollout continues it."""
         if run.is_generated and not self.deterministic:
             # it finished after the batch was full: it was neither judged nor recorded
-            if run.order not in self.verdicts:
+            if run.decision is None:
                 self._note(RecordKind.FINISHED if run.is_scored else RecordKind.BEGUN, run)
             return
         if self.deterministic or not self.partial_rollout:
-            if run.order in self.verdicts or run.is_restored:
+            if run.decision is not None or run.is_restored:
                 self._note(RecordKind.FORGOTTEN, run)
             run.restart()
             return
@@ -453,7 +451,7 @@ class DynamicSampler:
 
     def progress(self) -> dict[str, float]:
         """``done`` and ``target`` in groups, ``tokens`` generated so far."""
-        kept = sum(verdict is Decision.KEEP for verdict in self.verdicts.values())
+        kept = sum(run.decision is Decision.KEEP for run in self.drawn)
         tokens = sum(sample.response_length for run in self.drawn for sample in run.samples)
         return {"done": min(kept, self.target), "target": self.target, "tokens": tokens}
 
@@ -464,7 +462,7 @@ def _sample_index(run: GroupRun) -> int:
     return index
 
 
-def _wrong_group(
+def _group_problem(
     samples: Any, group_size: int, taken: Collection[tuple[str, int | None]], source: str
 ) -> FunctionFailed | None:
     """The error for an invalid group from a data source; None if the group is valid.
@@ -503,7 +501,7 @@ def _wrong_group(
 
 def _identity_of(samples: Sequence[Sample]) -> set[tuple[str, int | None]]:
     """Indices that no other group of a rollout may have: the group's, and those of its samples."""
-    of_group = (
+    indices = (
         {("group_index", samples[0].group_index)} if samples[0].group_index is not None else set()
     )
-    return of_group | {("index", sample.index) for sample in samples}
+    return indices | {("index", sample.index) for sample in samples}

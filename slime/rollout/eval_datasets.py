@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -74,7 +74,7 @@ class EvalDataset:
 
     @property
     def cache_key(self) -> tuple[Any, ...]:
-        """Values that distinguish this set's prompts from those of other sets."""
+        """Values that distinguish this set's prompts from those of other sets; plugins read it."""
         keys = self.input_key, self.label_key, self.tool_key, self.metadata_key
         template = self.apply_chat_template, repr(sorted(self.apply_chat_template_kwargs.items()))
         return (self.name, self.path, *keys, *template, repr(self.multimodal_keys))
@@ -105,7 +105,7 @@ _OPTIONAL = {
     name for name, kind in get_type_hints(EvalDataset).items() if NoneType in get_args(kind)
 }
 _PER_SET_ONLY = {"name", "path"}
-#: key → the flag that gives its type and range
+#: key → the flag that gives its type and range, and its default
 _FLAGS = {
     "input_key": "eval_input_key",
     "label_key": "eval_label_key",
@@ -127,6 +127,8 @@ _FLAGS = {
     "custom_generate_function_path": "custom_generate_function_path",
     "multimodal_keys": "multimodal_keys",
 }
+#: Keys that replace the run's function for one set; a set without them uses the run's.
+_OF_THE_RUN = ("rm_type", "custom_rm_path", "custom_generate_function_path")
 
 
 def eval_datasets(config: Config) -> list[EvalDataset]:
@@ -187,7 +189,9 @@ def resolved(entry: dict[str, Any], config: Config) -> dict[str, Any]:
     Raises:
         UserError: a value of another type than its flag has, or a number that makes no sense.
     """
-    values = {**_values_of_flags(config), **entry}
+    flags = config.values()
+    defaults = {key: flags[dest] for key, dest in _FLAGS.items() if key not in _OF_THE_RUN}
+    values = defaults | {"skip_special_tokens": skips_special_tokens(config)} | entry
     where = f"evaluation set {values['name']}: "
     for name in ("stop", "stop_token_ids"):
         value = values[name]
@@ -206,30 +210,6 @@ def resolved(entry: dict[str, Any], config: Config) -> dict[str, Any]:
             fix="write an object, {key: value}, or leave it out",
         )
     return values
-
-
-def _values_of_flags(config: Config) -> dict[str, Any]:
-    evaluation = config.eval
-    data = config.data
-    rollout = config.rollout
-    return {
-        "input_key": evaluation.eval_input_key,
-        "label_key": evaluation.eval_label_key,
-        "tool_key": evaluation.eval_tool_key,
-        "metadata_key": data.metadata_key,
-        "apply_chat_template": data.apply_chat_template,
-        "apply_chat_template_kwargs": dict(data.apply_chat_template_kwargs),
-        "n_samples_per_eval_prompt": evaluation.n_samples_per_eval_prompt,
-        "temperature": evaluation.eval_temperature,
-        "top_p": evaluation.eval_top_p,
-        "top_k": evaluation.eval_top_k,
-        "max_response_len": evaluation.eval_max_response_len,
-        "min_new_tokens": evaluation.eval_min_new_tokens,
-        "stop": rollout.rollout_stop,
-        "stop_token_ids": rollout.rollout_stop_token_ids,
-        "skip_special_tokens": skips_special_tokens(config),
-        "multimodal_keys": config.images.multimodal_keys,
-    }
 
 
 def _pairs(values: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -283,17 +263,17 @@ def _entries_of_yaml(path: Path) -> Iterator[dict[str, Any]]:
             f"--eval-config {path} has no datasets",
             fix="see slime/rollout/eval_datasets.py for the form",
         )
-    _refuse_unknown(root, {"defaults", "datasets"}, f"{path}")
+    check_keys(root, f"{path}", {"defaults", "datasets"})
     defaults = root.get("defaults") or {}
     if not isinstance(defaults, dict):
         raise UserError(
             f"{path}: its defaults are a {type(defaults).__name__}",
             fix="write an object, {key: value}, or leave them out",
         )
-    _refuse_unknown(defaults, _KEYS - _PER_SET_ONLY, f"{path}, defaults")
+    check_keys(defaults, f"{path}, defaults", _KEYS - _PER_SET_ONLY)
     for number, entry in enumerate(entries):
         where = f"{path}, data set {entry.get('name', number)}"
-        _refuse_unknown(entry, _KEYS, where)
+        check_keys(entry, where)
         for key in sorted(_PER_SET_ONLY):
             if not entry.get(key):
                 raise UserError(f"{where}: it has no {key}", fix=f"add '{key}: …'")
@@ -301,16 +281,12 @@ def _entries_of_yaml(path: Path) -> Iterator[dict[str, Any]]:
         yield {**defaults, **entry, "name": str(entry["name"]), "path": data}
 
 
-def check_keys(given: dict[str, Any], where: str) -> None:
-    """Check that every key is a key of an evaluation set.
+def check_keys(given: dict[str, Any], where: str, known: Collection[str] = _KEYS) -> None:
+    """Check that every key is one of ``known``, by default those of an evaluation set.
 
     Raises:
         UserError: a key is unknown; the message suggests the closest one.
     """
-    _refuse_unknown(given, _KEYS, where)
-
-
-def _refuse_unknown(given: dict[str, Any], known: set[str], where: str) -> None:
     for key in given:
         if key in known:
             continue

@@ -137,7 +137,14 @@ async def evaluate(
         name = item.dataset.name
         kept = _without_failures(name, runs[name], max_failed_fraction)
         metrics[f"eval/{name}/num_failed"] = len(runs[name]) - len(kept)
-        data[name] = _as_output(kept, args)
+        samples = sorted(
+            (sample for run in kept for sample in run.samples), key=lambda sample: sample.index or 0
+        )
+        data[name] = {
+            "rewards": [sample.get_reward_value(args) for sample in samples],
+            "truncated": [sample.status is SampleStatus.TRUNCATED for sample in samples],
+            "samples": samples,
+        }
         metrics |= eval_metrics(name, kept, args)
     return RolloutFnEvalOutput(data, metrics)
 
@@ -194,15 +201,6 @@ def _without_failures(
             name,
         )
     return kept
-
-
-def _as_output(runs: list[GroupRun], args: Any) -> dict[str, list[Any]]:
-    samples = sorted((s for run in runs for s in run.samples), key=lambda sample: sample.index or 0)
-    return {
-        "rewards": [sample.get_reward_value(args) for sample in samples],
-        "truncated": [sample.status is SampleStatus.TRUNCATED for sample in samples],
-        "samples": samples,
-    }
 
 
 def eval_metrics(name: str, runs: list[GroupRun], args: Any) -> dict[str, float]:

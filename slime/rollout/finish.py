@@ -88,9 +88,9 @@ async def finish_rollout(
     """
     samples = [sample for group in output.samples for sample in group.samples]
     if not config.algorithm.trains_on_data:
-        _tell_of_unused_key("--reward-key", config.reward.reward_key, samples)
+        _warn_of_unused_key("--reward-key", config.reward.reward_key, samples)
         category = config.observe.log_reward_category
-        _tell_of_unused_key("--log-reward-category", category, samples)
+        _warn_of_unused_key("--log-reward-category", category, samples)
     await _dump(config, rollout_id, samples)
     metrics = dict(output.metrics or {})
     path = config.rollout.custom_rollout_log_function_path
@@ -132,9 +132,9 @@ async def finish_evaluation(
             metrics[f"eval/{name}"] = sum(values["rewards"]) / len(values["rewards"])
     samples = [sample for values in output.data.values() for sample in values.get("samples") or ()]
     if not config.origins["eval_reward_key"].startswith("derived"):
-        _tell_of_unused_key("--eval-reward-key", config.reward.eval_reward_key, samples)
+        _warn_of_unused_key("--eval-reward-key", config.reward.eval_reward_key, samples)
     elif config.algorithm.trains_on_data or config.rollout.num_rollout == 0:
-        _tell_of_unused_key("--reward-key", config.reward.eval_reward_key, samples)
+        _warn_of_unused_key("--reward-key", config.reward.eval_reward_key, samples)
     await _dump(config, Evaluation(None if before_training else rollout_id), samples)
     path = config.rollout.custom_eval_rollout_log_function_path
     given = (rollout_id, args, output.data, metrics)
@@ -157,7 +157,7 @@ def unused_key(option: str, key: str | None, rewards: list[Any]) -> str:
     )
 
 
-def _tell_of_unused_key(option: str, key: str | None, samples: list[Sample]) -> None:
+def _warn_of_unused_key(option: str, key: str | None, samples: list[Sample]) -> None:
     if warning := unused_key(option, key, [sample.reward for sample in samples]):
         tell(logger, "%s", warning, once=f"unused {option}")
 

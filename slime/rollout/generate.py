@@ -79,6 +79,7 @@ class GenerateState:
         sampling_mask: ask the engine from which tokens each token was sampled.
         vocab_size: the model's; None if unknown.
         loop: the event loop that everything runs on.
+        rollout_loop: the `slime.rollout.loop.RolloutLoop` that generates; None outside of a run.
         processor: always None. Plugins look for a transformers processor here, whose tokens would
             differ from the run's.
         images: expands image placeholders among tokens; None in a text-only run.
@@ -106,6 +107,7 @@ class GenerateState:
     sampling_mask: bool = False
     vocab_size: int | None = None
     loop: asyncio.AbstractEventLoop | None = None
+    rollout_loop: Any = None
     processor: Any = None
     images: ImagePrompts | None = None
     media_folder: str = ""
@@ -374,7 +376,12 @@ async def _call_engine(state: GenerateState, sample: Sample, params: dict[str, A
         _check_prompt_length(state, sample, result)
     if was_cut and before and params.get("stop"):
         result = _up_to_stop(state, result, params, before)
-    append_result(sample, result)
+    sample.append_response_tokens(
+        tokens=result.token_ids,
+        log_probs=result.log_probs,
+        meta_info=result.meta_info,
+        text=result.text,
+    )
     if before and result.token_ids and keeps_text(params):
         _decode_again(state, sample, params, before, text)
 
@@ -611,22 +618,3 @@ def append_message(sample: Sample, message: dict[str, Any]) -> None:
         tokens, spans = state.images.expand(tokens, references, what, start=len(sample.tokens))
         add_images(sample, references, spans)
     sample.append_response_tokens(tokens=tokens, text=said, trainable=False)
-
-
-def append_result(sample: Sample, result: GenerateResult) -> None:
-    """Append an engine's answer to the response, with the weight version of every token.
-
-    An engine whose weights changed during the call reports it in ``token_weight_versions``:
-    ``[[start, version], ...]`` counted from the call's first token. Otherwise all tokens carry
-    ``weight_version``.
-
-    Example:
-        tokens [7, 8, 9] with token_weight_versions [[0, 3], [2, 4]] give the spans 0-2 of version
-        3, 2-3 of version 4.
-    """
-    sample.append_response_tokens(
-        tokens=result.token_ids,
-        log_probs=result.log_probs,
-        meta_info=result.meta_info,
-        text=result.text,
-    )

@@ -210,9 +210,12 @@ class Journal:
                 break
             if (found := self._read(place)) is None:
                 break
-            if is_later and not _is_within(found, versions.newest, versions.ahead):
+            known = _versions_in(found)
+            if is_later and not (
+                known and max(known) <= (versions.newest or 0) and versions.ahead.isdisjoint(known)
+            ):
                 continue
-            if versions.unreachable and _is_of(found, versions.unreachable):
+            if versions.unreachable and not (known and versions.unreachable.isdisjoint(known)):
                 tell(
                     logger,
                     "the run goes on from its checkpoint in another way than before (flags, "
@@ -265,12 +268,12 @@ class Journal:
                 _append(file, (kind.value, index, key, content, newest))
                 self._dirty.add(rollout_id)
         except OSError as problem:  # a full disk
-            self._give_up_file(rollout_id, problem)
+            self._end_file(rollout_id, problem)
             if kind is RecordKind.FORGOTTEN:
                 self._remove_files_with(index)
             return
         except Exception as problem:  # user values that cannot be pickled
-            self._give_up(problem, unpicklable(samples))
+            self._end(problem, unpicklable(samples))
             return
         self._places.setdefault(index, []).append(place)
         self.newest_version = max(self.newest_version, newest)
@@ -295,15 +298,17 @@ class Journal:
     def forget_newer(self, rollout_id: int, version: int) -> None:
         """Exclude groups that a rollout has recorded with tokens of weights newer than ``version``
         or of unknown weights."""
-        newer = []
+        newer: list[int] = []
         for index, places in self._places.items():
             of_it = [
                 place
                 for place in places
                 if place.rollout_id == rollout_id and place.kind is not RecordKind.FORGOTTEN
             ]
-            if of_it and not ((found := self._read(of_it[-1])) and _is_within(found, version)):
-                newer.append(index)
+            if of_it:
+                known = _versions_in(self._read(of_it[-1]) or ())
+                if not known or max(known) > version:
+                    newer.append(index)
         self.forget(rollout_id, newer)
 
     def _file(self, rollout_id: int) -> BinaryIO:
@@ -322,7 +327,7 @@ class Journal:
                 self._syncing.start()
         return self._files[rollout_id]
 
-    def _give_up(self, problem: Exception, place: str) -> None:
+    def _end(self, problem: Exception, place: str) -> None:
         """End the journal, because a sample has a value that cannot be pickled.
 
         Args:
@@ -335,7 +340,7 @@ class Journal:
             why or f"{type(problem).__name__}: {problem}",
         )
 
-    def _give_up_file(self, rollout_id: int, problem: OSError) -> None:
+    def _end_file(self, rollout_id: int, problem: OSError) -> None:
         """Stop writing a rollout's file. Records are independent: only missing groups are generated
         again."""
         if rollout_id not in self._unwritable:
@@ -376,7 +381,7 @@ class Journal:
             try:
                 os.fsync(file)
             except OSError as problem:
-                self._give_up_file(rollout_id, problem)
+                self._end_file(rollout_id, problem)
             finally:
                 os.close(file)
 
@@ -410,26 +415,6 @@ class Journal:
         for file in self._files.values():
             file.close()
         self._files.clear()
-
-
-def _is_within(
-    samples: Sequence[Sample], newest_version: int | None, ahead: frozenset[int] = frozenset()
-) -> bool:
-    """Whether every sampled token is of ``newest_version`` or older and of none in ``ahead``; False
-    if no version is known."""
-    known = _versions_in(samples)
-    return (
-        newest_version is not None
-        and bool(known)
-        and max(known) <= newest_version
-        and ahead.isdisjoint(known)
-    )
-
-
-def _is_of(samples: Sequence[Sample], unreachable: frozenset[int]) -> bool:
-    """Whether any token is of an ``unreachable`` version, or no version is known."""
-    known = _versions_in(samples)
-    return not (known and unreachable.isdisjoint(known))
 
 
 def _versions_in(samples: Sequence[Sample]) -> set[int]:

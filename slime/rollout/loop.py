@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import dataclasses
 import itertools
 import time
@@ -26,8 +25,7 @@ from slime.engines.adapters import adapter_name
 from slime.engines.api import EngineClient, EngineError
 from slime.engines.client import RolloutClient
 from slime.engines.keys import key_of
-from slime.engines.router import wants_routing_key
-from slime.engines.workers import list_workers
+from slime.engines.router import list_workers, wants_routing_key
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.models import vocab_size_of
@@ -134,10 +132,10 @@ class RolloutLoop:
         if self._images is not None:
             self._images.reader.take_seconds()  # drops the time spent on checking rows
         self._watched: WatchedLoop | None = None
-        self.record_failure: RecordFailure = lambda rollout_id, samples, while_, error: None
+        self.record_failure: RecordFailure = lambda rollout_id, samples, stage, error: None
         """Called with each failure: rollout (None: an evaluation), samples, stage, error."""
-        # called when code blocks the event loop for good
-        self.lost: Callable[[str], object] = logger.error
+        self.on_blocked: Callable[[str], object] = logger.error
+        """Called with a message when users' code blocks the event loop for good."""
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -157,7 +155,7 @@ class RolloutLoop:
             self._watched = watch_loop(
                 asyncio.get_running_loop(),
                 self._blocking_limit,
-                lambda message: self.lost(message),
+                lambda message: self.on_blocked(message),
             )
             self._rewards = RewardPool(config, self.args)
             if config.distillation.use_opd:
@@ -194,8 +192,6 @@ class RolloutLoop:
             await self._teachers.close()
         self._client = self._rewards = None
         forget_states(self.args)
-        if self in _newest:
-            _newest.clear()
 
     async def use_adapter(self, version: int, *, cut: bool) -> None:
         """Have requests name the policy's adapter of this version (`RolloutClient.use_adapter`)."""
@@ -216,20 +212,30 @@ class RolloutLoop:
         return limit
 
     def make_runner(
-        self, state: GenerateState, rewards: RewardPool | None, **options: Any
+        self,
+        state: GenerateState,
+        rewards: RewardPool | None,
+        *,
+        rollout_id: int | None,
+        evaluation: bool = False,
+        **options: Any,
     ) -> GroupRunner:
-        """Make a runner with this run's limits and record of failures; ``options`` are those of
-        `GroupRunner`."""
-        limit = self.config.rollout.rollout_stall_timeout
-        is_evaluation = options.get("evaluation", False)
-        which = None if is_evaluation else options["rollout_id"]
-        teachers = None if is_evaluation else self._teachers
+        """Make a runner with this run's limits, teachers and record of failures; the arguments are
+        those of `GroupRunner`."""
 
         def on_failure(trajectory: Trajectory, error: Exception) -> None:
-            self.record_failure(which, trajectory.samples, trajectory.activity.value, error)
+            number = None if evaluation else rollout_id
+            self.record_failure(number, trajectory.samples, trajectory.activity.value, error)
 
         return GroupRunner(
-            state, rewards, hook_limit=limit, teachers=teachers, on_failure=on_failure, **options
+            state,
+            rewards,
+            rollout_id=rollout_id,
+            evaluation=evaluation,
+            teachers=None if evaluation else self._teachers,
+            hook_limit=self.config.rollout.rollout_stall_timeout,
+            on_failure=on_failure,
+            **options,
         )
 
     @property
@@ -273,10 +279,9 @@ class RolloutLoop:
                     media_folder=media_folder(self.config),
                     templated=self.config.data.apply_chat_template,
                     loop=asyncio.get_running_loop(),
+                    rollout_loop=self,
                 )
                 begin_state(state)
-                _LOOP.set(self)
-                _newest[:] = [self]
                 self._running[evaluation].append(state)
                 try:
                     yield state
@@ -310,11 +315,9 @@ class RolloutLoop:
             if custom is None:
                 output = await self.generate_built_in(rollout_id, state, self.source)
             else:
-                returned = await call_rollout_fn(
-                    custom, self.args, rollout_id, self.source, evaluation=False, path=path
+                output = await call_rollout_fn(
+                    custom, self.args, rollout_id, self.source, RolloutFnTrainOutput, path
                 )
-                assert isinstance(returned, RolloutFnTrainOutput)
-                output = returned
             origin = named(path, "--rollout-function-path") if path else "the rollout"
             validate_groups(output.samples, origin)
             if custom is not None:
@@ -366,11 +369,11 @@ class RolloutLoop:
             stale_samples=self.config.sync.stale_samples,
         )
         state.progress = sampler.progress
-        state.waits = lambda: sampler.watchdog.words
+        state.waits = lambda: sampler.watchdog.waits_for
         state.client.counters.take()
         async with _load_snapshots(state.client) as loads:
             collected = await sampler.collect()
-        taught = {} if teachers is None else canary | teachers.metrics()
+        teacher_metrics = {} if teachers is None else canary | teachers.metrics()
         if rollout.rollout_sample_filter_path:
             views = [run.samples for run in collected.chosen]
             await call_with_groups("rollout_sample_filter_path", self.args, views, limit=limit)
@@ -382,7 +385,7 @@ class RolloutLoop:
         groups = [run.to_group() for run in collected.chosen]
         restored = self._journal.metrics() if self._journal is not None else {}
         metrics = _counters(collected, runner) | load_metrics(loads) | rewards.metrics()
-        return RolloutFnTrainOutput(groups, metrics | restored | taught)
+        return RolloutFnTrainOutput(groups, metrics | restored | teacher_metrics)
 
     def progress(self, evaluation: bool = False) -> dict[str, float]:
         """``done`` and ``target`` in prompts and ``tokens`` so far: of the oldest running rollout
@@ -422,11 +425,9 @@ class RolloutLoop:
                 own = await overridden_evaluation(self.args, rollout_id)
                 output = await self.evaluate_built_in(rollout_id, state) if own is None else own
             else:
-                returned = await call_rollout_fn(
-                    custom, self.args, rollout_id, self.source, evaluation=True, path=path
+                output = await call_rollout_fn(
+                    custom, self.args, rollout_id, self.source, RolloutFnEvalOutput, path
                 )
-                assert isinstance(returned, RolloutFnEvalOutput)
-                output = returned
             seconds = time.monotonic() - started
             return await finish_evaluation(
                 self.config, self.args, rollout_id, output, seconds, before_training=before_training
@@ -465,9 +466,7 @@ class RolloutLoop:
 
         def started(tasks: Tasks, watchdogs: Sequence[Watchdog]) -> None:
             state.progress = lambda: progress_of(tasks)
-            state.waits = lambda: next(
-                (watchdog.words for watchdog in watchdogs if watchdog.words), ""
-            )
+            state.waits = lambda: next(filter(None, (one.waits_for for one in watchdogs)), "")
 
         output = await evaluate(
             sets,
@@ -540,20 +539,15 @@ def close_with_rollouts(clean_up: Callable[[], Awaitable[None]]) -> None:
     _CLEAN_UPS.append(clean_up)
 
 
-_LOOP: contextvars.ContextVar[RolloutLoop] = contextvars.ContextVar("slime_rollout_loop")
-_newest: list[RolloutLoop] = []
-"""The newest loop, at most one, for threads that users' code has started; see
-`slime.rollout.generate.begin_state`."""
-
-
 def current_loop() -> RolloutLoop:
     """Return the loop whose rollout this code runs in.
 
     Raises:
         UserError: called outside a rollout.
     """
-    current_state()  # explains when there is none
-    return _LOOP.get(*_newest)
+    loop = current_state().rollout_loop
+    assert isinstance(loop, RolloutLoop), "bound by the loop that generates"
+    return loop
 
 
 async def generate_rollout_async(

@@ -183,18 +183,23 @@ async def _run_group(
     group: list[Sample],
     sampling_params: dict[str, Any],
     evaluation: bool,
-    ours: tuple[str, ...],
+    called_by_plugin: tuple[str, ...],
 ) -> list[Any]:
     """
     Args:
-        ours: see `GroupRunner`.
+        called_by_plugin: see `GroupRunner`.
     """
     state = dataclasses.replace(current_state(), args=args, sampling_params=sampling_params)
     group_rm = bool(getattr(args, "group_rm", False)) and not evaluation
     loop = current_loop()
-    rewards = None if group_rm and "sample" in ours else loop.rewards.reading(args)
+    rewards = None if group_rm and "sample" in called_by_plugin else loop.rewards.reading(args)
     runner = loop.make_runner(
-        state, rewards, rollout_id=None, evaluation=evaluation, group_rm=group_rm, ours=ours
+        state,
+        rewards,
+        rollout_id=None,
+        evaluation=evaluation,
+        group_rm=group_rm,
+        called_by_plugin=called_by_plugin,
     )
     run = GroupRun.of(group)
     # in a separate task: the state that the runner binds must not replace the caller's

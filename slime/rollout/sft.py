@@ -131,7 +131,8 @@ def draw_groups(
             index = sample.group_index if sample.group_index is not None else len(groups)
             samples = _encode(encoder, sample, source, index)
             is_fitting = [
-                _fits(len(one.tokens), limit) and _fits(one.prompt_length, prompt_limit)
+                (limit is None or len(one.tokens) <= limit)
+                and (prompt_limit is None or one.prompt_length <= prompt_limit)
                 for one in samples
             ]
             if encoder.keeps_whole and not all(is_fitting):
@@ -198,16 +199,6 @@ def sft_limits(config: Config) -> tuple[int | None, int | None]:
     given = (config.train.seq_length, config.rollout.rollout_max_context_len)
     limit = min((one for one in given if one is not None), default=None)
     return limit, config.data.rollout_max_prompt_len
-
-
-def compared_rule(config: Config) -> str | None:
-    """Return the reference system's rule for loss masks that our masks are compared with
-    (``--loss-mask-type``)."""
-    return config.rollout.loss_mask_type
-
-
-def _fits(length: int, limit: int | None) -> bool:
-    return limit is None or length <= limit
 
 
 def _all_too_long(samples: list[Sample], limit: int | None, prompt_limit: int | None) -> UserError:

@@ -23,7 +23,7 @@ from slime.config.config import Config
 from slime.config.teachers import Teacher, engine_teachers, teacher_of
 from slime.engines.api import EngineError
 from slime.engines.client import RolloutClient
-from slime.engines.image_canary import ImageCanary, in_base64
+from slime.engines.image_canary import ImageCanary, in_base64, scoring_request
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.models.vision import VisionSpec, one_placeholder_each, placeholder_runs
@@ -98,12 +98,7 @@ class EngineTeacher:
         if self._vision is not None and images:
             given = one_placeholder_each(tokens, self._vision)
         # the first entry of an answer has no log-prob; earlier tokens come from the prefix cache
-        body: dict[str, Any] = {
-            "input_ids": given,
-            "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
-            "return_logprob": True,
-            "logprob_start_len": start - 1,
-        }
+        body = scoring_request(given) | {"logprob_start_len": start - 1}
         if images:
             body["image_data"] = list(images)
         if top_k:
@@ -114,8 +109,6 @@ class EngineTeacher:
             )
         assert answer is not None, "nobody aborts a teacher's requests"
         meta = answer.get("meta_info") or {}
-        count = len(tokens) - start
-        entries = list(meta.get("input_token_logprobs") or [])[-count:]
         told = meta.get("prompt_tokens")
         if images and told is not None and told != len(tokens):
             raise EngineError(
@@ -125,12 +118,33 @@ class EngineTeacher:
             )
         # engines may use other ids for placeholders, which are not trained
         unread = {place - start for first, size in runs for place in range(first, first + size)}
-        own = list(tokens[start:])
+        return self._read(meta, list(tokens[start:]), unread, top_k)
+
+    def _read(
+        self, meta: dict[str, Any], tokens: list[int], unread: set[int], top_k: int
+    ) -> tuple[list[float], list[list[tuple[float, int]]]]:
+        """Return log-probs and most likely tokens from an answer, as `log_probs` does.
+
+        Args:
+            tokens: those that were asked about.
+            unread: the places of placeholders among them.
+        """
+        count = len(tokens)
+        entries = list(meta.get("input_token_logprobs") or [])[-count:]
         named = [
-            own[place] if place in unread and place < count else entry[1]
+            tokens[place] if place in unread and place < count else entry[1]
             for place, entry in enumerate(entries)
         ]
-        self._check_alignment(named, own)
+        if named != tokens:
+            place = next(
+                (n for n, (its, own) in enumerate(zip(named, tokens)) if its != own),
+                min(len(named), count),
+            )
+            raise EngineError(
+                self.url,
+                f"teacher {self.name} was asked about {count} tokens and answered about "
+                f"{len(named)}; the first difference is at position {place}",
+            )
         values = [math.nan if entry[0] is None else float(entry[0]) for entry in entries]
         values = [0.0 if place in unread else value for place, value in enumerate(values)]
         if not all(map(math.isfinite, values)):
@@ -143,19 +157,6 @@ class EngineTeacher:
                 self.url, f"answered with most likely tokens for {len(rows)} of {count} tokens"
             )
         return values, [[(float(entry[0]), int(entry[1])) for entry in row] for row in rows]
-
-    def _check_alignment(self, told: list[int], asked: list[int]) -> None:
-        if told == asked:
-            return
-        place = next(
-            (n for n, (its, own) in enumerate(zip(told, asked)) if its != own),
-            min(len(told), len(asked)),
-        )
-        raise EngineError(
-            self.url,
-            f"teacher {self.name} was asked about {len(asked)} tokens and answered about "
-            f"{len(told)}; the first difference is at position {place}",
-        )
 
     async def check(self, tokens: Sequence[int], pictures: ImageCanary | None) -> float:
         """Score the canary; return the mean difference from the first time, in nats.
@@ -193,14 +194,14 @@ class EngineTeacher:
             self._first = found
             return 0.0
         first = self._first
-        apart = statistics.fmean(abs(a - b) for a, b in zip(first, found))
-        if apart > max(_CANARY_LEAST, _CANARY_SHARE * statistics.pstdev(first)):
+        differences = statistics.fmean(abs(a - b) for a, b in zip(first, found))
+        if differences > max(_CANARY_LEAST, _CANARY_SHARE * statistics.pstdev(first)):
             raise UserError(
                 f"teacher {self.name} at {self.url} has other weights than at the start",
-                why=f"its log-probs of the canary differ by {apart:.3g} on average",
+                why=f"its log-probs of the canary differ by {differences:.3g} on average",
                 fix="start it again with the model that it had; nothing may push weights to it",
             )
-        return apart
+        return differences
 
 
 class TeacherPool:
@@ -256,11 +257,11 @@ class TeacherPool:
             tokens = self._canary_tokens(vocab_size or 2 * _CANARY_TOKENS)
             self._canary = (tokens, ImageCanary.of(self._config, tokens))
         canary = self._canary
-        apart = await asyncio.gather(*(teacher.check(*canary) for teacher in teachers))
+        differences = await asyncio.gather(*(teacher.check(*canary) for teacher in teachers))
         for teacher in teachers:
             teacher.client.busy.take_idle_ratio()
             teacher.client.counters.take()
-        return {"rollout/teacher_canary_abs_diff": max(apart)}
+        return {"rollout/teacher_canary_abs_diff": max(differences)}
 
     def _canary_tokens(self, vocab_size: int) -> list[int]:
         count = 2 * _CANARY_TOKENS

@@ -28,7 +28,7 @@ from slime.engines.api import EngineError
 from slime.engines.client import RequestRefused
 from slime.errors import UserError, name_and_text
 from slime.log import get_logger
-from slime.observe.trace import Span, span
+from slime.observe.trace import span
 from slime.rollout.generate import (
     GenerateState,
     bind_state,
@@ -44,8 +44,8 @@ from slime.rollout.validate_generate_output import (
     finish_samples,
     keep_identity,
     samples_of,
-    tell_of_other_prompt,
-    tell_of_text_alone,
+    warn_of_missing_end_token,
+    warn_of_other_prompt,
 )
 from slime.samples.types import Group, Sample, SampleStatus
 from slime.user_code.calls import run_isolated
@@ -152,6 +152,17 @@ class Trajectory:
         self.prompt.reset_response()
 
 
+class Decision(StrEnum):
+    """What `slime.rollout.dynamic_sampling` has decided about a group."""
+
+    KEEP = "keep"
+    DROP = "drop"
+    FAILED = "failed"
+    STALE = "stale"
+    REQUEUE = "requeue"
+    """Generated again in another rollout."""
+
+
 @dataclass
 class GroupRun:
     """A drawn group while it is generated and scored.
@@ -162,6 +173,8 @@ class GroupRun:
         is_noted: the journal holds its current state.
         is_restored: it was read from the journal.
         was_prompt: it was drawn as a prompt, so its whole response was read from the journal.
+        decision: None as long as there is none.
+        is_corrected: it is stale and trained on all the same (--stale-samples correct).
     """
 
     trajectories: list[Trajectory]
@@ -170,6 +183,8 @@ class GroupRun:
     is_noted: bool = False
     is_restored: bool = False
     was_prompt: bool = False
+    decision: Decision | None = None
+    is_corrected: bool = False
 
     @staticmethod
     def of(drawn: Sequence[Sample], order: int = 0) -> GroupRun:
@@ -189,9 +204,9 @@ class GroupRun:
     def restored(self, found: Sequence[Sample]) -> GroupRun:
         """Return this drawn group in the state that was ``found`` in the journal."""
         run = GroupRun.of(found, self.order)
-        for trajectory, ours in zip(run.trajectories, self.trajectories):
-            is_prompt = not ours.prompt.response_length
-            trajectory.drawn = ours.drawn or (ours.prompt.to_dict() if is_prompt else None)
+        for trajectory, own in zip(run.trajectories, self.trajectories):
+            is_prompt = not own.prompt.response_length
+            trajectory.drawn = own.drawn or (own.prompt.to_dict() if is_prompt else None)
         run.is_restored = True
         return run
 
@@ -237,12 +252,6 @@ class GroupRun:
                 first.as_drawn = prompt.to_dict()
         return self.samples
 
-    def for_training(self) -> GroupRun:
-        """Return this group after removing ``drawn_as`` and ``as_drawn`` from its samples."""
-        for sample in self.samples:
-            sample.drawn_as = sample.as_drawn = None
-        return self
-
 
 def copy_of_prompt(sample: Sample) -> Sample:
     """Return a copy that shares nothing mutable that generation touches."""
@@ -273,8 +282,8 @@ class GroupRunner:
         rollout_id, evaluation: passed to hooks that ask for them.
         group_rm: score the finished group as a whole.
         mask_offpolicy: do not train on tokens that an earlier rollout generated.
-        ours: levels ("group", "sample") at which the built-in function runs although a plugin
-            replaces it, because the plugin is the caller.
+        called_by_plugin: levels ("group", "sample") at which a plugin called the built-in function,
+            which then runs although the plugin replaces it.
         hook_limit: seconds that a sample hook may take.
         on_failure: called with each failed trajectory and its error.
 
@@ -293,7 +302,7 @@ class GroupRunner:
     teachers: TeacherPool | None = None
     hook_limit: float | None = None
     on_failure: Callable[[Trajectory, Exception], None] = lambda trajectory, error: None
-    ours: tuple[str, ...] = ()
+    called_by_plugin: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.num_failures = 0
@@ -316,15 +325,17 @@ class GroupRunner:
         for sample in group.samples:
             sample.session_id = sample.session_id or uuid.uuid4().hex
         with span(group.samples, "generate_and_rm_group"):
-            whole = None
-            if "group" not in self.ours and not group.is_generated:
-                whole = override_of("generate_and_reward_group")
+            override = None
+            if "group" not in self.called_by_plugin and not group.is_generated:
+                override = override_of("generate_and_reward_group")
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    together = whole and tasks.create_task(self._run_whole(whole, group))
+                    if override is not None:
+                        task = tasks.create_task(self._run_override(override, group))
                     for trajectory in group.trajectories:
-                        own = together or tasks.create_task(self._run_trajectory(trajectory))
-                        trajectory.task = own
+                        if override is None:
+                            task = tasks.create_task(self._run_trajectory(trajectory))
+                        trajectory.task = task
             except BaseExceptionGroup as errors:  # only errors that must stop the run arrive here
                 raise errors.exceptions[0] from None
             finally:
@@ -334,7 +345,7 @@ class GroupRunner:
             if self.group_rm and is_unscored and group.failure is None:
                 await self._score_group(group)
 
-    async def _run_whole(self, function: Any, group: GroupRun) -> None:
+    async def _run_override(self, function: Any, group: GroupRun) -> None:
         """Run the group through a plugin's ``generate_and_rm_group``. It fails as a whole."""
         name = "the plugin's generate_and_rm_group"
         for trajectory in group.trajectories:
@@ -356,7 +367,7 @@ class GroupRunner:
                     self._accept(trajectory, samples, name)
                 await self._score(trajectory)
                 trajectory.enter(Activity.DONE)
-        except Exception as error:  # a failure of user code ends here, as in `_run_once`
+        except Exception as error:  # a failure of user code ends here, as in `_run_trajectory`
             for trajectory in group.trajectories:
                 self._handle_error(trajectory, error)
         except asyncio.CancelledError:
@@ -393,28 +404,25 @@ class GroupRunner:
         self._fail(trajectory, error)
 
     async def _run_trajectory(self, trajectory: Trajectory) -> None:
+        is_over = False
         with span(trajectory.samples, "generate_and_rm") as sample_span:
-            try:
-                while not await self._run_once(trajectory, sample_span):
-                    pass
-            except asyncio.CancelledError:
-                self._handle_cancellation(trajectory)
+            while not is_over:
+                trajectory.function = ""
+                try:
+                    if not trajectory.is_generated:
+                        await self._generate(trajectory)
+                        sample_span.adopt(trajectory.samples)
+                    await self._score(trajectory)
+                    trajectory.enter(Activity.DONE)
+                    is_over = True
+                except asyncio.CancelledError:
+                    self._handle_cancellation(trajectory)
+                    is_over = True
+                except Exception as error:  # a failure of a sample ends here; see the module
+                    is_over = self.state.client.aborting or not self._retries(trajectory, error)
+                    if is_over:
+                        self._handle_error(trajectory, error)
         self.last_progress = time.monotonic()
-
-    async def _run_once(self, trajectory: Trajectory, sample_span: Span) -> bool:
-        """Return False if the trajectory is to be tried again."""
-        trajectory.function = ""
-        try:
-            if not trajectory.is_generated:
-                await self._generate(trajectory)
-                sample_span.adopt(trajectory.samples)
-            await self._score(trajectory)
-            trajectory.enter(Activity.DONE)
-        except Exception as error:  # a failure of a sample ends here; see the module
-            if not self.state.client.aborting and self._retries(trajectory, error):
-                return False
-            self._handle_error(trajectory, error)
-        return True
 
     def _retries(self, trajectory: Trajectory, error: Exception) -> bool:
         """Prepare a retry of the stage in which users' code failed, once per trajectory; return
@@ -449,12 +457,12 @@ class GroupRunner:
         of samples."""
         is_debugging = logger.isEnabledFor(10)
         if self.num_failures < _MAX_LOGGED or is_debugging:
-            logger.warning(
-                text,
-                trajectory.prompt.index,
-                _failure_text(trajectory, error),
-                exc_info=is_debugging and error,
-            )
+            frames = user_frames(error)
+            # a failed reward function has added notes that say where
+            notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+            lines = notes or (f"\n  {frames}" if frames else "")
+            reason = f"while {trajectory.doing}: {name_and_text(error)}{lines}"
+            logger.warning(text, trajectory.prompt.index, reason, exc_info=is_debugging and error)
         elif self.num_failures == _MAX_LOGGED:
             logger.warning("further failures of samples are only written to samples/failed_*.jsonl")
 
@@ -489,16 +497,18 @@ class GroupRunner:
         sample = trajectory.samples[0]
         if self.mask_offpolicy and sample.response_length:
             sample.loss_mask = [0] * sample.response_length
-        whole = None if "sample" in self.ours else override_of("generate_and_reward")
+        override = None
+        if "sample" not in self.called_by_plugin:
+            override = override_of("generate_and_reward")
         # a plugin's function takes a slot when it calls ours
-        async with contextlib.nullcontext() if whole else self.state.client.slots:
+        async with contextlib.nullcontext() if override else self.state.client.slots:
             if self.state.client.aborting:
                 sample.status = SampleStatus.ABORTED
                 return
             trajectory.enter(Activity.GENERATING)
             for _ in range(_MAX_CUTS):
                 with _blaming_users_code(trajectory):
-                    returned, origin = await self._call_generate(trajectory, whole)
+                    returned, origin = await self._call_generate(trajectory, override)
                     self._accept(trajectory, returned, origin)
                 if self.state.client.aborting or not trajectory.was_cut:
                     break
@@ -510,12 +520,12 @@ class GroupRunner:
                     self.state.client.base_url,
                     f"{origin} was cut short {_MAX_CUTS} times by aborts",
                 )
-        if trajectory.is_generated and whole is None:
+        if trajectory.is_generated and override is None:
             trajectory.enter(Activity.HOOKS)
             await self._run_hooks(trajectory)
 
-    async def _call_generate(self, trajectory: Trajectory, whole: Any) -> tuple[Any, str]:
-        """Call the generate function (``whole``: a plugin's, which scores as well); return its
+    async def _call_generate(self, trajectory: Trajectory, override: Any) -> tuple[Any, str]:
+        """Call the generate function (``override``: a plugin's, which scores as well); return its
         result and its name."""
         sample = trajectory.samples[0]
         params = self.state.params_for(sample)
@@ -523,9 +533,9 @@ class GroupRunner:
         path = sample.generate_function_path or default
         if getattr(self.state.args, "rollout_sample_hook_path", None):
             trajectory.prompt = copy_of_prompt(sample)
-        if whole is not None:
+        if override is not None:
             path = "the plugin's generate_and_rm"
-            fn = whole
+            fn = override
         elif path:
             fn = self._checked(path, GenerateFunction)
             path = named(path, "--custom-generate-function-path" if path == default else _OF_SAMPLE)
@@ -575,9 +585,9 @@ class GroupRunner:
         for sample in samples if trajectory.function else ():
             check_values(sample, origin, self.state.vocab_size, self.state.args)
             if not is_fan_out:
-                tell_of_other_prompt(sample, prompt, origin)
+                warn_of_other_prompt(sample, prompt, origin)
         if not self.evaluation:
-            tell_of_text_alone(from_text, origin, self.state)
+            warn_of_missing_end_token(from_text, origin, self.state)
         trajectory.samples = samples
         trajectory.fanned_out = is_fan_out
         trajectory.function = ""
@@ -767,14 +777,6 @@ def set_rewards(samples: list[Sample], scores: list[Any] | None) -> None:
 def _stops_run(error: Exception) -> TypeGuard[UserError]:
     """Return whether it is an error of our own code: a mistake in configuration or data."""
     return isinstance(error, UserError) and not isinstance(error, FunctionFailed)
-
-
-def _failure_text(trajectory: Trajectory, error: Exception) -> str:
-    frames = user_frames(error)
-    # a failed reward function has added notes that say where
-    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-    lines = notes or (f"\n  {frames}" if frames else "")
-    return f"while {trajectory.doing}: {name_and_text(error)}{lines}"
 
 
 # -- failed groups ---------------------------------------------------------------------------------

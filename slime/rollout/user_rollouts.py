@@ -4,7 +4,7 @@ what they return."""
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 from slime.config.flag import option_of
 from slime.errors import UserError
@@ -31,6 +31,7 @@ from slime.user_code.loading import (
 from slime.user_code.overrides import override_of
 
 logger = get_logger(__name__)
+Output = TypeVar("Output", RolloutFnTrainOutput, RolloutFnEvalOutput)
 
 
 async def call_rollout_fn(
@@ -38,16 +39,18 @@ async def call_rollout_fn(
     args: Any,
     rollout_id: int,
     data_source: DataSource,
-    *,
-    evaluation: bool,
+    wanted: type[Output],
     path: str | None = None,
-) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+) -> Output:
     """Call a user's rollout function; a bare list (training) or dict (evaluation) is wrapped,
     samples become groups.
 
+    Args:
+        wanted: the output of a rollout or of an evaluation.
     Raises:
         UserError: it returned something else, or samples that `groups_from_nested` refuses.
     """
+    evaluation = wanted is RolloutFnEvalOutput
     flag = "--eval-function-path" if evaluation else "--rollout-function-path"
     origin = named(path, flag) if path else "the plugin's generate_rollout"
     with failures_of(origin):
@@ -55,16 +58,14 @@ async def call_rollout_fn(
             fn, args, rollout_id, data_source, what=path or origin, evaluation=evaluation
         )
     output = wrapped(output, evaluation)
-    if evaluation and isinstance(output, RolloutFnEvalOutput):
-        return RolloutFnEvalOutput(output.data, checked_metrics(output.metrics, origin))
-    if not evaluation and isinstance(output, RolloutFnTrainOutput):
-        groups = groups_from_nested(output.samples, origin)
-        return RolloutFnTrainOutput(groups, checked_metrics(output.metrics, origin))
-    wanted = RolloutFnEvalOutput if evaluation else RolloutFnTrainOutput
-    raise FunctionFailed(
-        f"{origin} returned {described(output)}",
-        fix=f"return a slime.user_code.hooks.{wanted.__name__}",
-    )
+    if not isinstance(output, wanted):
+        raise FunctionFailed(
+            f"{origin} returned {described(output)}",
+            fix=f"return a slime.user_code.hooks.{wanted.__name__}",
+        )
+    given: Any = output
+    found: Any = given.data if evaluation else groups_from_nested(given.samples, origin)
+    return wanted(found, checked_metrics(given.metrics, origin))
 
 
 async def call_with_groups(
@@ -172,7 +173,4 @@ async def overridden_evaluation(args: Any, rollout_id: int) -> RolloutFnEvalOutp
         return None
     with failures_of("the plugin's eval_rollout"):
         returned = await call_hook(own, args, rollout_id, what="the plugin's eval_rollout")
-    output: RolloutFnEvalOutput = wrapped(
-        returned[0] if isinstance(returned, tuple) else returned, True
-    )
-    return output
+    return wrapped(returned[0] if isinstance(returned, tuple) else returned, True)

@@ -137,7 +137,7 @@ def complete_tokens(sample: Sample, tokenizer: Any, drawn: list[int]) -> bool:
     return True
 
 
-def tell_of_text_alone(samples: Sequence[Sample], origin: str, state: GenerateState) -> None:
+def warn_of_missing_end_token(samples: Sequence[Sample], origin: str, state: GenerateState) -> None:
     """Warn once if answers that came as text only are trained without an end token.
 
     None is added, because text does not tell which end token the model sampled, if any.
@@ -254,7 +254,7 @@ def keep_identity(sample: Sample, prompt: Sample, origin: str) -> None:
         setattr(sample, name, drawn)
 
 
-def tell_of_other_prompt(sample: Sample, prompt: Sample, origin: str) -> None:
+def warn_of_other_prompt(sample: Sample, prompt: Sample, origin: str) -> None:
     """Warn once if a function returns other prompt tokens than it was given, and has not changed
     ``sample.prompt``."""
     drawn = prompt.tokens[: prompt.prompt_length]

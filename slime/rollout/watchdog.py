@@ -43,7 +43,7 @@ class Watchdog:
         limit: seconds.
 
     Attributes:
-        words: what is waited for if there was no progress for half a minute; else "".
+        waits_for: what is waited for if there was no progress for half a minute; else "".
     """
 
     def __init__(self, client: RolloutClient, runner: GroupRunner, limit: float) -> None:
@@ -52,7 +52,7 @@ class Watchdog:
         self.limit = limit
         self._started = self._engines_moved = self._looked = time.monotonic()
         self._last_loads: dict[str, tuple[int, int]] | None = None
-        self.words = ""
+        self.waits_for = ""
 
     @property
     def interval(self) -> float:
@@ -78,7 +78,7 @@ class Watchdog:
             self._started,
             self._engines_moved,
         )
-        self.words = ""
+        self.waits_for = ""
         if time.monotonic() - moved < min(deadlines.WATCHDOG_WORDS, self.limit):
             return
         loads = await self._client.worker_loads()
@@ -90,7 +90,7 @@ class Watchdog:
         if time.monotonic() - moved >= self.limit:
             stalled.seconds = time.monotonic() - moved
             raise stalled
-        self.words = "; ".join(line.strip() for line in stalled.why.splitlines())
+        self.waits_for = "; ".join(line.strip() for line in stalled.why.splitlines())
 
     def give_up_hung(self, groups: Iterable[GroupRun], seconds: float) -> int:
         """Fail the trajectories that hang in user code after ``seconds`` without progress; return
@@ -116,21 +116,23 @@ class Watchdog:
     ) -> RolloutStalled:
         """Describe what is waited for: the samples, the oldest requests, and the engines' load."""
         waiting = [
-            e for group in groups for e in group.trajectories if e.activity is not Activity.DONE
+            trajectory
+            for group in groups
+            for trajectory in group.trajectories
+            if trajectory.activity is not Activity.DONE
         ]
         counts = Counter(trajectory.activity for trajectory in waiting)
         parts = [
             f"{count} samples wait for {_WAITS_FOR[activity]}"
             for activity, count in counts.most_common()
         ]
-        oldest = sorted(
-            (e for e in waiting if e.activity is not Activity.QUEUED), key=lambda e: e.since
-        )[:_NUM_SHOWN]
+        begun = (one for one in waiting if one.activity is not Activity.QUEUED)
+        oldest = sorted(begun, key=lambda one: one.since)[:_NUM_SHOWN]
         now = time.monotonic()
         if oldest:
             shown = ", ".join(
-                f"sample {e.prompt.index} ({e.activity.value}, {now - e.since:.0f} s)"
-                for e in oldest
+                f"sample {one.prompt.index} ({one.activity.value}, {now - one.since:.0f} s)"
+                for one in oldest
             )
             parts.append(f"oldest: {shown}")
         for request in list(self._client.in_flight.values())[:_NUM_SHOWN]:

@@ -113,7 +113,10 @@ class PushLog:
         known = {count: ancestry for count, ancestry in ancestries.items() if count <= trained}
         self._ancestries = {trained: _next(self._initial, str(trained)), **known}
         self.unreachable = frozenset(
-            version for version, push in self._by_version.items() if not self._is_reachable(push)
+            version
+            for version, push in self._by_version.items()
+            # a push without an ancestry, or too old to have one here, may be reachable
+            if push.ancestry and self._ancestry(push.trained) not in (None, push.ancestry)
         )
         if self._is_damaged:  # the damaged line may be that of a missing version
             self.unreachable |= self._unlogged(max(self._by_version, default=0))
@@ -122,12 +125,6 @@ class PushLog:
     def _unlogged(self, end: int) -> set[int]:
         """Return the versions below ``end`` that have no line in the log."""
         return {number for number in range(1, end) if number not in self._by_version}
-
-    def _is_reachable(self, push: Push) -> bool:
-        """Return whether training can reach the weights of a push again; true if the push is too
-        old to tell."""
-        known = self._ancestry(push.trained)
-        return not push.ancestry or known is None or push.ancestry == known
 
     def _ancestry(self, trained: int) -> str | None:
         """Return the ancestry of the weights after ``trained`` rollouts; None if they are much

@@ -41,8 +41,8 @@ from slime.config.config import Config
 from slime.config.flag import option_of
 from slime.config.te_flags import is_installed, missing
 from slime.config.teachers import BASE, SELF, engine_teachers
-from slime.engines.idle_options import idle_options
 from slime.engines.kinds import engine_of
+from slime.engines.model_groups import idle_options
 from slime.errors import UserError
 from slime.hub import fetch_model, is_hub_name, local_data
 from slime.log import get_logger

@@ -4,7 +4,7 @@ are."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from slime.config.config import Config
 from slime.errors import UserError
@@ -143,8 +143,6 @@ class StalenessTracker:
         self._first = 0
         #: Rollouts trained on at the push of each version from `_first` on, without a gap.
         self._trained: list[int] = []
-        #: Running maximum of `_trained`: no earlier version was pushed after more rollouts.
-        self._max_trained: list[int] = []
 
     def pushed(self, version: int, trained: int) -> None:
         """Record that a version was pushed after the run had trained on ``trained`` rollouts."""
@@ -152,13 +150,11 @@ class StalenessTracker:
         if not self._trained or version < self._first:
             self._first = version
             self._trained = []
-            self._max_trained = []
         # an earlier launch may have used these numbers, before the run was resumed
         del self._trained[version - self._first :]
-        del self._max_trained[version - self._first :]
-        for number in range(self._first + len(self._trained), version + 1):
-            self._trained.append(trained if number == version else self.trained_when(number))
-            self._max_trained.append(max([self._trained[-1], *self._max_trained[-1:]]))
+        for number in range(self._first + len(self._trained), version):
+            self._trained.append(self.trained_when(number))
+        self._trained.append(trained)
 
     def remember(self, pushes: Mapping[int, int]) -> None:
         """Add pushes of earlier launches, from a checkpoint (`recent_pushes`) and from the run
@@ -236,30 +232,19 @@ class StalenessTracker:
         """
         most = self._config.sync.max_staleness
         now = self.trained_when(self.version)
-        ahead = frozenset(version for version, trained in self._back_to(now + 1) if trained > now)
+        earlier = dict(enumerate(self._trained[: max(0, self.version - self._first)], self._first))
+        ahead = frozenset(version for version, trained in earlier.items() if trained > now)
         if most is None:
             return VersionWindow(0, self.version, ahead=ahead, unreachable=self.unreachable)
-        oldest = self.version
-        stale = set[int]()
-        for version, trained in self._back_to(rollout_id - most):
-            if abs(rollout_id - trained) <= most:
-                oldest = version
-            else:
-                stale.add(version)
+        fresh = {
+            version for version, trained in earlier.items() if abs(rollout_id - trained) <= most
+        }
+        oldest = min(fresh, default=self.version)
+        stale = {version for version in earlier if version > oldest} - fresh
         if oldest == self._first:  # earlier versions are unrecorded: estimate from the interval
             spare = self.trained_when(oldest) - (rollout_id - most)
             oldest = max(1, oldest - max(0, spare) // self._config.sync.update_weights_interval)
-        stale = {version for version in stale if version > oldest}
         return VersionWindow(oldest, self.version, frozenset(stale), ahead, self.unreachable)
-
-    def _back_to(self, trained: int) -> Iterator[tuple[int, int]]:
-        """Yield (version, rollouts trained on when it was pushed), backwards from the version
-        before the newest, until no earlier version was pushed after ``trained`` rollouts or
-        more."""
-        for index in range(self.version - 1 - self._first, -1, -1):
-            if self._max_trained[index] < trained:
-                return
-            yield self._first + index, self._trained[index]
 
     def metrics(self, versions: Mapping[tuple[int, ...], int], trained: int) -> dict[str, float]:
         """Return the metrics ``rollout/staleness/…`` of a batch that is trained on after

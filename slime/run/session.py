@@ -83,11 +83,14 @@ class Session:
 
     def _set_up(self) -> None:
         config = self.config
-        if not self._resuming or rewinds(config):  # the journal does not fit
+        flags = config.checkpoint
+        is_rewound = flags.ckpt_step is not None and _loads_from_save(config)
+        if not self._resuming or is_rewound:  # the journal does not fit
             shutil.rmtree(self.run.journal, ignore_errors=True)
         setup_logging("driver", config.observe.log_level, self.run.path / "logs")
         now = fingerprints(config)
-        for line in changes(config, now, self.run.note_inputs(now), self._own_checkpoint()):
+        newest = newest_whole(Path(flags.save)) if flags.save and self._resuming else None
+        for line in changes(config, now, self.run.note_inputs(now), newest):
             logger.warning("%s", line)
         self.sinks = Sinks(config, self.run, more=[ReportSink(self.run)])
         self.cluster = Cluster(
@@ -118,11 +121,6 @@ class Session:
         self.stopped_monitor = StoppedProcessMonitor(
             limit, self.run.logs / "driver.log", self._report_forced_exit
         )
-
-    def _own_checkpoint(self) -> Path | None:
-        """The newest checkpoint of this run, if it is resumed."""
-        flags = self.config.checkpoint
-        return newest_whole(Path(flags.save)) if flags.save and self._resuming else None
 
     # -- start and end -----------------------------------------------------------------------------
 
@@ -250,10 +248,10 @@ class Session:
             if self._tracks_staleness:
                 metrics |= self.staleness.metrics(batch.versions, self.step)
             metrics |= self.cluster.train(batch)
-        self.trained(batch.rollout_id, metrics)
+        self.note_trained(batch.rollout_id, metrics)
         return metrics
 
-    def trained(self, rollout_id: int, metrics: dict[str, float]) -> None:
+    def note_trained(self, rollout_id: int, metrics: dict[str, float]) -> None:
         self._last_trained = rollout_id
         self._unlogged_metrics = metrics
 
@@ -559,11 +557,6 @@ def open_session(config: Config, *, resuming: bool = False) -> Iterator[Session]
             session.close()
             session.print_summary()
         signals.end_if_asked()
-
-
-def rewinds(config: Config) -> bool:
-    """Return whether --ckpt-step resumes this run from an earlier checkpoint of its own."""
-    return config.checkpoint.ckpt_step is not None and _loads_from_save(config)
 
 
 def _loads_from_save(config: Config) -> bool:

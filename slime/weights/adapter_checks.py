@@ -12,11 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from slime.engines.adapters import FUSED_SETS
 from slime.engines.wire.abilities import Abilities
 from slime.errors import UserError
-from slime.models.adapters import Side, peft_name, split_peft_name
+from slime.models.adapters import peft_name, split_peft_name
 from slime.models.parameters import Shape
-from slime.weights.adapter_layout import AdapterLayout, LargestValues, apart
+from slime.weights.adapter_layout import SIDES, AdapterLayout, LargestValues, split_runs
 
-_SIDES: tuple[Side, ...] = ("A", "B")
 #: A step of this size changes some of 30,000 bfloat16 numbers around 0.01.
 _LEAST_RATE = 1e-7
 _OURS = "this is a fault of slime: please report it with the run's flags"
@@ -97,7 +96,7 @@ def check_names(given: Mapping[str, Shape], expected: Mapping[str, Shape], what:
     Raises:
         UserError: names the first ones.
     """
-    given = dict(apart(given))
+    given = dict(split_runs(given))
     if stray := [name for name in given if name not in expected]:
         raise UserError(
             f"{what} has {len(stray)} tensors that belong to no layer with an adapter: "
@@ -134,7 +133,7 @@ def check_sets(names: Collection[str], *, lone_queries: bool = False) -> None:
     modules = {split[0] for name in names if (split := split_peft_name(name)) is not None}
     for path in sorted(modules):
         owner, _, leaf = path.rpartition(".")
-        for side in _SIDES:
+        for side in SIDES:
             if peft_name(path, side) not in names:
                 raise UserError(
                     f"the adapter of {path} has no lora_{side}",

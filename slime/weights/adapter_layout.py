@@ -28,6 +28,9 @@ from slime.models.adapters import AdapterConfig, Side, begins_with_zeros, peft_n
 from slime.models.parameters import ModelParameters, Shape
 from slime.models.peft_config import plain_config
 
+#: The two matrices of an adapter.
+SIDES: tuple[Side, ...] = ("A", "B")
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -105,7 +108,7 @@ class AdapterLayout:
         sent: dict[str, Shape] = {}
         pieces: dict[str, Piece] = {}
         for owner in modules.values():
-            for side in _SIDES:
+            for side in SIDES:
                 whole = owner.name_of(side)
                 sent[whole] = owner.shape_of(side, adapters)
                 for name, expert in owner.sources(side, trained):
@@ -146,7 +149,7 @@ class AdapterLayout:
 
     def fits(self, name: str, shape: Shape) -> bool:
         """Tell whether these are a trained tensor, or a run of experts, and its shape."""
-        return all(self.trained.get(one) == own for one, own in apart({name: shape}))
+        return all(self.trained.get(one) == own for one, own in split_runs({name: shape}))
 
     def place(self, name: str, tensor: torch.Tensor, views: Mapping[str, torch.Tensor]) -> None:
         """Copy a trained tensor, or a run of experts, to its place among the sent ones, which start
@@ -213,7 +216,7 @@ class AdapterLayout:
         return plain_config(self.adapters.rank, self.adapters.alpha, self.targets, base)
 
 
-def apart(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
+def split_runs(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
     """Yield (name, shape) of each tensor, with single experts in place of runs."""
     for name, shape in shapes.items():
         run = ExpertRun.parse(name)
@@ -222,9 +225,6 @@ def apart(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
             continue
         for number in range(run.first, run.last + 1):
             yield run.expert_name(number), shape[1:]
-
-
-_SIDES: tuple[Side, ...] = ("A", "B")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@
 
 Running requests continue with their adapters; none is aborted. `connect` and pushes pause SGLang,
 with its requests in place, while they query its tensors. `slime.engines.client` chooses the version
-for each request; `slime.cluster.adapter_versions` unloads old ones.
+for each request; `slime.cluster.weight_push` unloads old ones.
 
 All calls are collective over the trainer ranks: all gather, rank 0 sends to all engines, and every
 rank returns the same receipt or raises the same error.
@@ -307,7 +307,9 @@ class AdapterSync(EngineSync):
             The buffer on the host, and the largest absolute value of each trained tensor.
         """
         layout = self.layout
-        host = self._take_spare(dtype)
+        spare = self._spare or self._begin_buffer(dtype)  # none after a push that failed
+        self._spare = None
+        host = spare.result()
         entries = host.entries
         flat: torch.Tensor | None = None
         views: dict[str, torch.Tensor] = {}
@@ -340,11 +342,6 @@ class AdapterSync(EngineSync):
             AdapterBuffer, entries, is_shared=self._shares_memory, locked_by=gpu
         )
 
-    def _take_spare(self, dtype: torch.dtype) -> AdapterBuffer:
-        spare = self._spare or self._begin_buffer(dtype)  # none after a push that failed
-        self._spare = None
-        return spare.result()
-
     def _load(self, name: str, buffer: AdapterBuffer) -> None:
         """Load an adapter into every engine.
 
@@ -356,7 +353,11 @@ class AdapterSync(EngineSync):
         bodies = self._load_requests(name, buffer, self._fleet.urls)
         answers = self._fleet.post_to(LOAD_ADAPTER, bodies, limit)
         # loaded by a failed push that is now repeated, because another engine died
-        again = [url for url, one in answers.items() if _is_loaded_already(one)]
+        again = [
+            url
+            for url, answer in answers.items()
+            if isinstance(answer, EngineError) and "already" in answer.what
+        ]
         if again:
             unload: dict[str, dict[str, Any]] = {url: {"lora_name": name} for url in again}
             for answer in self._fleet.post_to(UNLOAD_ADAPTER, unload, limit).values():
@@ -409,10 +410,6 @@ class AdapterSync(EngineSync):
 
     def _state_after(self, phase: str) -> str:
         return "engines continue with their current adapters"
-
-
-def _is_loaded_already(answer: object) -> bool:
-    return isinstance(answer, EngineError) and "already" in answer.what
 
 
 class AdapterBuffer:
@@ -468,12 +465,13 @@ class AdapterBuffer:
         Args:
             readers: number of processes that will unpickle it, each once.
         """
-        tensors = self._mapped(readers) if self._is_shared else self._copied()
+        tensors: dict[str, Any] = (
+            self._mapped(readers)
+            if self._is_shared
+            # copies, because pickling a view would include the whole buffer
+            else {name: tensor.clone() for name, tensor in self.tensors().items()}
+        )
         return base64.b64encode(pickle.dumps(tensors)).decode()
-
-    def _copied(self) -> dict[str, torch.Tensor]:
-        # pickling a view would include the whole buffer
-        return {name: tensor.clone() for name, tensor in self.tensors().items()}
 
     def _mapped(self, readers: int) -> dict[str, Opened]:
         dtype = dtype_of(self.entries[0].dtype)

@@ -248,7 +248,7 @@ class Canary:
     def _ask(self, event: str, adapter: str) -> list[list[float]]:
         named = {ADAPTER_FIELD: adapter} if adapter else {}
         try:
-            answers = self._whole_answers(scoring_request(self.tokens) | named)
+            answers = self._complete_answers(scoring_request(self.tokens) | named)
             found = [
                 _log_probs(*pair, self.tokens)
                 for pair in zip(self.fleet.urls, answers, strict=True)
@@ -257,7 +257,7 @@ class Canary:
             if images is None:
                 return found
             for body in map(images.body, images.pictures):
-                answers = self._whole_answers(body | named)
+                answers = self._complete_answers(body | named)
                 for own, url, answer in zip(found, self.fleet.urls, answers, strict=True):
                     own += _log_probs_behind(url, answer, images)
             return found
@@ -269,7 +269,7 @@ class Canary:
                 fix="read the engine's log; --no-check-canary skips the comparison",
             ) from error
 
-    def _whole_answers(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+    def _complete_answers(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """Ask every engine; ask again where the answer was cut short. A rollout that ends beside a
         push in flight aborts all requests of its engines, these too."""
         answers = self.fleet.post("/generate", body, deadlines.CANARY_SCORE)
@@ -434,7 +434,7 @@ def _log_probs_behind(url: str, answer: Mapping[str, Any], images: ImageCanary) 
         EngineError: the answer has other tokens.
     """
     entries = answer["meta_info"].get("input_token_logprobs") or []
-    if not images.is_about_it([entry[1] for entry in entries]):
+    if not images.has_tokens([entry[1] for entry in entries]):
         raise EngineError(
             url,
             f"asked for log-probs of {len(images.tokens)} tokens with the placeholders of a "

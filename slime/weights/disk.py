@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from slime.weights.transport import NamedTensors, Observer, Transferred, Transpo
 _VERSION_DIR = re.compile(r"weight_v(\d{6,})")
 
 
+@dataclass(eq=False)
 class DiskTransport(Transport):
     """Writes each version as a Hugging Face directory and lets the engines read it. The last
     version remains, for engines that restart later.
@@ -35,27 +37,19 @@ class DiskTransport(Transport):
 
     name = "disk"
 
-    def __init__(
-        self,
-        fleet: EngineFleet,
-        directory: str | Path,
-        dtype: torch.dtype,
-        assets_from: str | Path,
-        keep: bool = False,
-    ) -> None:
-        self._fleet = fleet
-        self._directory = Path(directory)
-        self._dtype = dtype
-        self._assets_from = Path(assets_from)
-        self._keep = keep
+    fleet: EngineFleet
+    directory: Path
+    dtype: torch.dtype
+    assets_from: Path
+    keep: bool = False
 
     def send(self, tensors: NamedTensors, version: int, observe: Observer) -> Transferred:
-        target = self._directory / f"weight_v{version:06d}"
+        target = self.directory / f"weight_v{version:06d}"
         num_tensors = 0
-        quantised = Quantisation.read(read_hf_config(self._assets_from)) is not None
-        with HfWriter(target, self._assets_from, quantised=quantised) as writer:
+        quantised = Quantisation.read(read_hf_config(self.assets_from)) is not None
+        with HfWriter(target, self.assets_from, quantised=quantised) as writer:
             for name, tensor in tensors:
-                cast = tensor.to(dtype_in(self._dtype, name, tensor.dtype))
+                cast = tensor.to(dtype_in(self.dtype, name, tensor.dtype))
                 observe(name, cast)
                 writer.add(name, cast)
                 num_tensors += 1
@@ -64,13 +58,13 @@ class DiskTransport(Transport):
             "weight_version": str(version),
             "flush_cache": False,
         }
-        self._fleet.post("/update_weights_from_disk", body, deadline_for(writer.total_bytes))
-        if not self._keep:
+        self.fleet.post("/update_weights_from_disk", body, deadline_for(writer.total_bytes))
+        if not self.keep:
             self._remove_others(version)
         return Transferred(num_tensors, writer.total_bytes)
 
     def _remove_others(self, version: int) -> None:
-        for entry in self._directory.iterdir():
+        for entry in self.directory.iterdir():
             found = _VERSION_DIR.fullmatch(entry.name)
             if found and int(found.group(1)) != version:
                 shutil.rmtree(entry, ignore_errors=True)

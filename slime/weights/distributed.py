@@ -43,6 +43,7 @@ class _Sending:
     limit: float
 
 
+@dataclass(eq=False)
 class DistributedTransport(Transport):
     """Broadcast of flat buckets from this rank to all engine processes.
 
@@ -59,26 +60,19 @@ class DistributedTransport(Transport):
         EngineError: an engine did not join; has its name and answer.
     """
 
-    def __init__(
-        self,
-        fleet: EngineFleet,
-        packing: Packing,
-        backend: str,
-        ranks_per_engine: Sequence[int] | None,
-        timeout: float,
-        stage: int = 0,
-        await_turn: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.name = f"{backend} broadcast"
-        self._fleet = fleet
-        self._packing = packing
-        self._timeout = timeout
-        self._backend = backend
-        self._ranks = list(ranks_per_engine or [1] * len(fleet.urls))
-        self._stage = stage
-        self._await_turn = await_turn
-        device = own_device() if backend == "nccl" else torch.device("cpu")
-        self._buffers = BufferPair(packing.limit, device)
+    fleet: EngineFleet
+    packing: Packing
+    backend: str
+    ranks_per_engine: Sequence[int] | None
+    timeout: float
+    stage: int = 0
+    await_turn: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.name = f"{self.backend} broadcast"
+        self._ranks = list(self.ranks_per_engine or [1] * len(self.fleet.urls))
+        device = own_device() if self.backend == "nccl" else torch.device("cpu")
+        self._buffers = BufferPair(self.packing.limit, device)
         self._sending: _Sending | None = None
         self._group: ExternalGroup | None = None
         self._is_broken = False
@@ -89,9 +83,9 @@ class DistributedTransport(Transport):
         num_tensors = nbytes = 0
         self._buffers.rewind()
         try:
-            for bucket in self._packing.buckets(tensors, self._allocate):
+            for bucket in self.packing.buckets(tensors, self._allocate):
                 if num_tensors == 0:
-                    self._await_turn()
+                    self.await_turn()
                     if self._is_broken:
                         self._leave()
                         self._join()
@@ -117,11 +111,11 @@ class DistributedTransport(Transport):
 
     def _join(self) -> None:
         # a new name per group: an engine may still have an earlier one
-        name = f"slime-{secrets.token_hex(4)}-pp_{self._stage}"
+        name = f"slime-{secrets.token_hex(4)}-pp_{self.stage}"
         world_size = 1 + sum(self._ranks)
-        address = own_address(self._fleet.urls)
+        address = own_address(self.fleet.urls)
         store = ExternalGroup.open_store(address, world_size, deadlines.DISTRIBUTED_JOIN)
-        joining = self._fleet.start(
+        joining = self.fleet.start(
             "/init_weights_update_group",
             lambda number: {
                 "master_address": address,
@@ -129,35 +123,35 @@ class DistributedTransport(Transport):
                 "rank_offset": 1 + sum(self._ranks[:number]),
                 "world_size": world_size,
                 "group_name": name,
-                "backend": self._backend,
+                "backend": self.backend,
             },
             deadlines.DISTRIBUTED_JOIN,
         )
         try:
             self._group = ExternalGroup(
-                store, address, name, self._backend, 0, world_size, deadlines.DISTRIBUTED_JOIN
+                store, address, name, self.backend, 0, world_size, deadlines.DISTRIBUTED_JOIN
             )
         except RuntimeError as error:
             # if an engine refused, this raises its reason, which is the better message
-            self._fleet.wait(joining, deadlines.DISTRIBUTED_JOIN)
+            self.fleet.wait(joining, deadlines.DISTRIBUTED_JOIN)
             raise EngineError(
                 self._engines,
                 f"{self._who} waited {deadlines.DISTRIBUTED_JOIN:.0f} s for them to join",
             ) from error
-        self._fleet.wait(joining, deadlines.DISTRIBUTED_JOIN)
+        self.fleet.wait(joining, deadlines.DISTRIBUTED_JOIN)
         self._is_broken = False
 
     def _leave(self) -> None:
         if self._group is None:
             return
         body = {"group_name": self._group.name}
-        leaving = self._fleet.start(
+        leaving = self.fleet.start(
             "/destroy_weights_update_group", body, deadlines.DISTRIBUTED_LEAVE
         )
         # at the same time as the engines: NCCL members on one host wait for one another
         self._group.close(deadlines.DISTRIBUTED_LEAVE)
         with contextlib.suppress(EngineError):  # a dead engine has left
-            self._fleet.wait(leaving, deadlines.DISTRIBUTED_LEAVE)
+            self.fleet.wait(leaving, deadlines.DISTRIBUTED_LEAVE)
         self._group = None
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
@@ -167,9 +161,9 @@ class DistributedTransport(Transport):
 
     def _start(self, bucket: Bucket, version: int) -> None:
         assert self._group is not None
-        limit = deadline_for(bucket.nbytes, self._timeout)
+        limit = deadline_for(bucket.nbytes, self.timeout)
         request = _request(bucket, self._group.name, version)
-        answers = self._fleet.start(
+        answers = self.fleet.start(
             "/update_weights_from_distributed", request, limit, deadlines.DISTRIBUTED_GRACE
         )
         self._sending = _Sending(
@@ -206,11 +200,11 @@ class DistributedTransport(Transport):
 
     @property
     def _engines(self) -> str:
-        return ", ".join(self._fleet.urls)
+        return ", ".join(self.fleet.urls)
 
     @property
     def _who(self) -> str:
-        return f"the source rank of pipeline stage {self._stage}"
+        return f"the source rank of pipeline stage {self.stage}"
 
 
 def _request(bucket: Bucket, group_name: str, version: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -58,7 +58,7 @@ class HeldWeights:
     loaded: int | None
 
 
-class EngineCheck(Protocol):
+class EngineCheck:
     """Computes digests of the trainer's tensors and compares them with the engines'.
 
     Attributes:
@@ -66,14 +66,13 @@ class EngineCheck(Protocol):
         unknown: tensors that cannot be compared, because an engine holds them in an unknown layout.
     """
 
-    unknown: Sequence[str]
-
-    @property
-    def digest(self) -> Digest: ...
+    digest: Digest
+    unknown: Sequence[str] = ()
 
     def session(self, timeout: float) -> AbstractContextManager[None]:
         """Return the context in which engines load weights (`Abilities.update_sessions`); it may
         be entered inside of itself."""
+        return nullcontext()
 
     def begin(self, timeout: float) -> None:
         """Make engines track what they load; call before a transfer, after `open_layers`."""
@@ -88,6 +87,7 @@ class EngineCheck(Protocol):
             names: of all tensors that were sent.
             full: tensors that an engine holds but were not sent are errors, too.
         """
+        raise NotImplementedError
 
     def open_layers(self, timeout: float) -> None:
         """Make layers loadable before a transfer of quantised weights (`Route.opens`)."""
@@ -105,8 +105,10 @@ class EngineCheck(Protocol):
             name: of the adapter.
             shapes: of the tensors that were sent, by name.
         """
+        raise NotImplementedError
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release connections."""
 
 
 def whole_tensor_digest(name: str, tensor: torch.Tensor) -> str:
@@ -130,7 +132,7 @@ class SliceDigest:
         """Return slice key → fingerprint."""
         take = FINGERPRINTS[self.method]
         return {
-            slice_key((dim, a, b)): take(_narrow(tensor, dim, a, b))
+            slice_key((dim, a, b)): take(tensor.narrow(dim, a, b - a) if tensor.dim() else tensor)
             for dim, a, b in self.slices[name]
         }
 
@@ -148,19 +150,13 @@ def slice_key(part: Sequence[int]) -> str:
     return f"{dim}:{start}:{stop}"
 
 
-class WholeTensorCheck:
+class WholeTensorCheck(EngineCheck):
     """Compares whole tensors by fingerprints that the engine computes."""
 
-    unknown: Sequence[str] = ()
+    digest = staticmethod(whole_tensor_digest)
 
     def __init__(self, fleet: EngineFleet) -> None:
         self._fleet = fleet
-        self.digest: Digest = whole_tensor_digest
-
-    def session(self, timeout: float) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def begin(self, timeout: float) -> None: ...
 
     def compare(
         self, sent: Mapping[str, Any], names: Collection[str], full: bool, timeout: float
@@ -179,10 +175,6 @@ class WholeTensorCheck:
         loaded = min(counts, default=None) if len(counts) == len(answers) else None
         return HeldWeights(compare(sent, held, names if full else None), dropped, loaded)
 
-    def open_layers(self, timeout: float) -> None: ...
-
-    def close_layers(self, timeout: float) -> None: ...
-
     def adapter_fingerprints(
         self, name: str, shapes: Mapping[str, Sequence[int]], timeout: float
     ) -> dict[str, dict[str, str]]:
@@ -191,9 +183,8 @@ class WholeTensorCheck:
         found = (answer["fingerprints"] for answer in answers)
         return dict(zip(self._fleet.urls, found, strict=True))
 
-    def close(self) -> None: ...
 
-
+@dataclass(eq=False)
 class RankQuestions:
     """Queries the processes of SGLang engines through their custom weight loader.
 
@@ -209,19 +200,14 @@ class RankQuestions:
         in_sessions: see `Abilities.update_sessions`.
     """
 
-    def __init__(
-        self,
-        fleet: EngineFleet,
-        engines: Sequence[EngineSlots],
-        address: str,
-        in_sessions: bool = False,
-    ) -> None:
-        self._fleet = fleet
-        self._engines = engines
-        self._address = address
-        self._in_sessions = in_sessions
+    fleet: EngineFleet
+    engines: Sequence[EngineSlots]
+    address: str
+    in_sessions: bool = False
+
+    def __post_init__(self) -> None:
         self._is_open = False
-        self._store = ExternalGroup.open_store(address, 1, deadlines.ENGINE_CHECK_ANSWER)
+        self._store = ExternalGroup.open_store(self.address, 1, deadlines.ENGINE_CHECK_ANSWER)
 
     def ask(self, request: Mapping[str, Any], timeout: float) -> list[list[dict[str, Any]]]:
         """Ask all ranks; return their answers by engine.
@@ -235,10 +221,10 @@ class RankQuestions:
         key = secrets.token_hex(4)
 
         def body(number: int) -> dict[str, Any]:
-            place = {"host": self._address, "port": self._store.port, "key": f"{key}/{number}"}
+            place = {"host": self.address, "port": self._store.port, "key": f"{key}/{number}"}
             raw = json.dumps({**request, **place}).encode()
             payload = serialized(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
-            count = self._engines[number].num_ranks
+            count = self.engines[number].num_ranks
             return {
                 "serialized_named_tensors": [payload] * count,
                 "load_format": WEIGHT_PROBE,
@@ -247,10 +233,10 @@ class RankQuestions:
             }
 
         with self.session(timeout):
-            self._fleet.post("/update_weights_from_tensor", body, timeout)
+            self.fleet.post("/update_weights_from_tensor", body, timeout)
             return [
                 [self._answer(f"{key}/{n}/{rank}", n) for rank in range(engine.num_ranks)]
-                for n, engine in enumerate(self._engines)
+                for n, engine in enumerate(self.engines)
             ]
 
     @contextmanager
@@ -263,11 +249,11 @@ class RankQuestions:
         Raises:
             EngineError: an engine refuses.
         """
-        if not self._in_sessions or self._is_open:
+        if not self.in_sessions or self._is_open:
             yield
             return
-        bodies: dict[str, dict[str, Any]] = {url: {} for url in self._fleet.urls}
-        for answer in self._fleet.post_to("/begin_weight_update", bodies, timeout).values():
+        bodies: dict[str, dict[str, Any]] = {url: {} for url in self.fleet.urls}
+        for answer in self.fleet.post_to("/begin_weight_update", bodies, timeout).values():
             if isinstance(answer, EngineError) and _OPEN_ALREADY not in answer.what:
                 raise answer
         self._is_open = True
@@ -275,13 +261,13 @@ class RankQuestions:
             yield
         finally:
             self._is_open = False
-        self._fleet.post("/end_weight_update", {}, timeout)
+        self.fleet.post("/end_weight_update", {}, timeout)
 
     def close(self) -> None:
         del self._store  # the listening socket goes with it
 
     def _answer(self, key: str, number: int) -> dict[str, Any]:
-        url = self._engines[number].url
+        url = self.engines[number].url
         try:
             self._store.wait([key], timedelta(seconds=deadlines.ENGINE_CHECK_ANSWER))
         except RuntimeError as error:
@@ -303,7 +289,7 @@ def serialized(tensor: torch.Tensor) -> str:
     return base64.b64encode(pickle.dumps([("request", tensor)])).decode()
 
 
-class SliceCheck:
+class SliceCheck(EngineCheck):
     """Compares the slices that each rank of SGLang engines holds, through the weight probe.
 
     Args:
@@ -348,10 +334,10 @@ class SliceCheck:
             }
             for name in self._shapes
         }
-        self.digest: Digest = SliceDigest(
+        self.digest = SliceDigest(
             {name: sorted(parts) for name, parts in held.items()}, self._method
         )
-        self.unknown: Sequence[str] = sorted(
+        self.unknown = sorted(
             name for name in self._shapes if not name.endswith(SIZE) and not self._is_whole(name)
         )
 
@@ -437,10 +423,6 @@ def _slices(answer: Mapping[str, Any]) -> dict[str, Slice | None]:
         name: None if part is None else (part[0], part[1], part[2])
         for name, part in answer["slices"].items()
     }
-
-
-def _narrow(tensor: torch.Tensor, dim: int, start: int, stop: int) -> torch.Tensor:
-    return tensor.narrow(dim, start, stop - start) if tensor.dim() else tensor
 
 
 def _covers(parts: Sequence[Slice | None], shape: Sequence[int]) -> bool:

@@ -50,6 +50,7 @@ from slime.weights.transport import (
 _DEVICE_ARGUMENT = 6  # of `reductions.rebuild_cuda_tensor`
 
 
+@dataclass(eq=False)
 class IpcTransport(Transport):
     """One trainer rank's side; `send` on rank 0 and `follow` on the others, at the same time.
 
@@ -66,29 +67,23 @@ class IpcTransport(Transport):
 
     name = "IPC handles"
 
-    def __init__(
-        self,
-        fleet: EngineFleet | None,
-        engines: Sequence[EngineSlots],
-        group: dist.ProcessGroup | None,
-        packing: Packing,
-        in_runs: bool = False,
-    ) -> None:
-        self._fleet = fleet
-        self._engines = engines
-        self._group = group
-        self._packing = packing
-        self._in_runs = in_runs
-        self._buffers = BufferPair(packing.limit, own_device())
+    fleet: EngineFleet | None
+    engines: Sequence[EngineSlots]
+    group: dist.ProcessGroup | None
+    packing: Packing
+    in_runs: bool = False
+
+    def __post_init__(self) -> None:
+        self._buffers = BufferPair(self.packing.limit, own_device())
         # buffer number → engines' answers
         self._reading: dict[int, tuple[Future[list[dict[str, Any]]], float]] = {}
         self._failure: BaseException | None = None
-        _check_sharing(engines, group.size() if group is not None else 1)
+        _check_sharing(self.engines, self.group.size() if self.group is not None else 1)
 
     def send(self, tensors: NamedTensors, version: int, observe: Observer) -> Transferred:
         """Send all tensors. A failure is raised only at the end, because the other ranks are in the
         loop's collectives."""
-        assert self._fleet is not None
+        assert self.fleet is not None
         num_tensors = nbytes = 0
         for bucket, handles in self._shared_buckets(tensors):
             num_tensors = num_tensors + len(bucket.entries)
@@ -99,7 +94,7 @@ class IpcTransport(Transport):
                 for name, tensor in bucket.tensors:
                     observe(name, tensor)
                 limit = deadline_for(bucket.nbytes)
-                answers = self._fleet.start(
+                answers = self.fleet.start(
                     "/update_weights_from_tensor", self._requests(bucket, handles, version), limit
                 )
                 self._reading[self._buffers.turn] = answers, limit
@@ -121,7 +116,7 @@ class IpcTransport(Transport):
         free the buffers at the end."""
         self._failure = None
         try:
-            for bucket in self._packing.buckets(tensors, self._allocate):
+            for bucket in self.packing.buckets(tensors, self._allocate):
                 yield bucket, self._gather(handle_of(bucket.buffer))
             for number in (0, 1):
                 self._wait_for_readers(number)
@@ -137,29 +132,27 @@ class IpcTransport(Transport):
     def _wait_for_readers(self, number: int) -> None:
         """Wait on all ranks until no engine reads the buffer."""
         if number in self._reading:
-            assert self._fleet is not None
+            assert self.fleet is not None
             answers, limit = self._reading.pop(number)
             try:
-                self._fleet.wait(answers, limit)
+                self.fleet.wait(answers, limit)
             except Exception as error:  # raised by `send`, after the other ranks have finished
                 self._failure = self._failure or error
-        if self._group is not None:
-            dist.barrier(self._group)
+        if self.group is not None:
+            dist.barrier(self.group)
 
     def _gather(self, handle: Handle) -> list[Handle]:
-        if self._group is None:
+        if self.group is None:
             return [handle]
-        gathered: list[Any] | None = (
-            [None] * self._group.size() if self._group.rank() == 0 else None
-        )
-        dist.gather_object(handle, gathered, group=self._group, group_dst=0)
+        gathered: list[Any] | None = [None] * self.group.size() if self.group.rank() == 0 else None
+        dist.gather_object(handle, gathered, group=self.group, group_dst=0)
         return gathered or []
 
     def _requests(
         self, bucket: Bucket, handles: list[Handle], version: int
     ) -> Callable[[int], dict[str, Any]]:
         """Make the request to each engine: a payload for each of its ranks."""
-        contents = _bucket_and_table(bucket) if self._in_runs else _flattened_bucket(bucket)
+        contents = _bucket_and_table(bucket) if self.in_runs else _flattened_bucket(bucket)
         payloads: dict[int, str] = {}
 
         def payload(slot: int) -> str:
@@ -171,8 +164,8 @@ class IpcTransport(Transport):
 
         def request(number: int) -> dict[str, Any]:
             return {
-                "serialized_named_tensors": [payload(slot) for slot in self._engines[number].slots],
-                "load_format": WEIGHT_LOADER if self._in_runs else "flattened_bucket",
+                "serialized_named_tensors": [payload(slot) for slot in self.engines[number].slots],
+                "load_format": WEIGHT_LOADER if self.in_runs else "flattened_bucket",
                 "weight_version": str(version),
                 "flush_cache": False,  # once for all buckets, by `WeightSync`
                 **ONLY_THE_POLICY,

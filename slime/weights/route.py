@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -171,7 +172,7 @@ def open_transport(
         assets = config.checkpoint.hf_checkpoint
         assert directory is not None and assets is not None, "the checks of flags require both"
         keep = flags.update_weight_disk_keep_files
-        return DiskTransport(fleet, directory, route.dtype, assets, keep)
+        return DiskTransport(fleet, Path(directory), route.dtype, Path(assets), keep)
     if route.kind == "shm":
         return SharedMemoryTransport(fleet, packing)
     await_turn()

@@ -111,7 +111,11 @@ class ModelSource:
             match = match_parameter(self._family, name, self._spec, tensor)
             if match is not None:
                 self._matches[name] = match
-        self._plan = [(held, self._match_of(held.name)) for held in self._exchange()]
+        self._plan: list[tuple[PlacedParameter, Match]] = []
+        for held in self._exchange():
+            match = self._matches.get(held.name) or match_of(self._family, held.name, self._spec)
+            assert match is not None
+            self._plan.append((held, match))
         # the experts of a stack share its name
         self._names = list(dict.fromkeys(name for _, match in self._plan for name in match.exports))
 
@@ -144,11 +148,6 @@ class ModelSource:
 
     def names(self) -> list[str]:
         return self._names
-
-    def _match_of(self, name: str) -> Match:
-        match = self._matches.get(name) or match_of(self._family, name, self._spec)
-        assert match is not None
-        return match
 
     def _exchange(self) -> list[PlacedParameter]:
         """Exchange the parameters' places over pipeline stages and expert ranks; return them in
@@ -379,7 +378,7 @@ def collect_adapters(
         if is_writer:  # buffers are reused; only the writer keeps copies
             copy = tensor.detach().to("cpu", copy=True)
             run = ExpertRun.parse(name)
-            tensors.update([(name, copy)] if run is None else run.apart(copy))
+            tensors.update([(name, copy)] if run is None else run.split(copy))
 
     def write(directory: Path) -> None:
         if is_writer:
@@ -416,7 +415,8 @@ def write_hf(
         return Path(directory)
     try:
         with HfWriter(directory, assets_from, config_changes=config_changes) as writer:
-            start = _start_of(assets_from)
+            has_weights = any(Path(assets_from).glob("*.safetensors"))  # else only a config
+            start = HfReader(assets_from) if has_weights else None
             for name, tensor in tensors:
                 target = dtype_in(dtype, name, tensor.dtype)
                 if start is not None and name.endswith(_DTYPES_OF_START) and name in start.names():
@@ -438,12 +438,6 @@ def write_hf(
 #: Tensors whose dtype differs between published checkpoints of one architecture. The trainer holds
 #: them in float32; an export uses the dtype of the initial model.
 _DTYPES_OF_START = ("linear_attn.A_log", "linear_attn.norm.weight")
-
-
-def _start_of(directory: str | Path) -> HfReader | None:
-    """Open the initial weights of a model; None if the directory has only a config."""
-    has_weights = any(Path(directory).glob("*.safetensors"))
-    return HfReader(directory) if has_weights else None
 
 
 def exhaust(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

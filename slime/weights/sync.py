@@ -135,7 +135,7 @@ def register_engines(engines: Sequence[str | EngineSlots]) -> list[EngineSlots]:
     """Register the engines' keys in this process."""
     found = [EngineSlots(engine, ()) if isinstance(engine, str) else engine for engine in engines]
     for engine in found:
-        keys.know(engine.url, engine.key)
+        keys.register(engine.url, engine.key)
     return found
 
 
@@ -164,9 +164,9 @@ class WeightSync(EngineSync):
         self._transport: Transport | None = None
         self._gloo: dist.ProcessGroup | None = None
         self._num_pushes = 0
-        self._opens = self._has_begun = False
+        self._opens = self._has_sent = False
         # a push failed after its pause: engines may hold a mix of weights, and open layers
-        self._broke_off = False
+        self._is_interrupted = False
         self._last_seconds = 0.0
 
     def connect(self, engines: Sequence[str | EngineSlots], *, on_this_node: bool = True) -> None:
@@ -297,7 +297,7 @@ class WeightSync(EngineSync):
         assert self._source is not None, "push before connect"
         version = self.version + 1
         tensors = self._source.tensors()
-        self._has_begun = False
+        self._has_sent = False
         with self._ranks.round(f"pushing weights version {version}", self._push_seconds) as pushed:
             try:
                 if self.rank == 0:
@@ -308,7 +308,7 @@ class WeightSync(EngineSync):
                     self._transport.follow(tensors)
             finally:
                 if self.world_size > 1:
-                    if self.rank == 0 and not self._has_begun and self._transport is not None:
+                    if self.rank == 0 and not self._has_sent and self._transport is not None:
                         self._transport.follow(tensors)  # the others are in its collectives
                     exhaust(tensors)  # the other ranks need this one, even after a failure
         receipt = Receipt.from_json(pushed.value)
@@ -334,7 +334,7 @@ class WeightSync(EngineSync):
         """Send this rank's tensors, then report."""
         assert self._transport is not None and self._source is not None
         self._sampler.begin(self._last_seconds, self.config.debug.check_weight_update_equal)
-        self._has_begun = True
+        self._has_sent = True
         sent = self._transport.send(tensors, version, self._sampler.observe)
         zeros = self._source.zeros
         self._ranks.report(
@@ -409,7 +409,7 @@ class WeightSync(EngineSync):
         begin = time.perf_counter()
         with self._phase("pause", version, seconds):
             self._pause(fleet)
-        self._broke_off = True
+        self._is_interrupted = True
         if verify_all and self._num_pushes == 0:
             # so tensors that the push omits cannot look correct
             with self._phase("reset", version, seconds):
@@ -432,7 +432,7 @@ class WeightSync(EngineSync):
         if self._opens:
             with self._phase("close", version, seconds):
                 self._check.close_layers(deadline_for(sent.amount.nbytes))
-        self._broke_off = False
+        self._is_interrupted = False
         with self._phase("continue", version, seconds):
             fleet.post("/continue_generation", {}, self._control_seconds)
         seconds["total"] = time.perf_counter() - begin
@@ -455,7 +455,7 @@ class WeightSync(EngineSync):
         try:
             fleet.post("/pause_generation", {"mode": "abort"}, self._control_seconds)
         except EngineError:
-            if self._broke_off:
+            if self._is_interrupted:
                 raise
             try:
                 fleet.post("/continue_generation", {}, min(10.0, self._control_seconds))
@@ -492,7 +492,7 @@ class WeightSync(EngineSync):
         return f"weight update to version {version}"
 
     def _state_after(self, phase: str) -> str:
-        if phase == "pause" and not self._broke_off:
+        if phase == "pause" and not self._is_interrupted:
             return "no engine was changed; they go on with the weights they have"
         if phase == "continue":
             return "the engines have the new weights; some may still be paused"

@@ -35,7 +35,7 @@ from slime.processes.json_collectives import broadcast
 
 _SEAL = "sha256"
 _SEAL_BYTES = 32
-_HEARD = "heard"  # key of the number of ranks that have read a round's outcome
+_NUM_READERS = "heard"  # key of the number of ranks that have read a round's outcome
 
 
 class StageError(Exception):
@@ -81,7 +81,7 @@ class TrainerRanks:
             default: Any = _get_default_store()
             self._store = dist.PrefixStore(f"weight-sync-{name}", default.clone())
         self._round = 0
-        self._unheard: list[int] = []  # rounds with messages in the store; rank 0
+        self._unread_rounds: list[int] = []  # rounds with messages in the store; rank 0
         self._own_report: Any = None
         self._reported = False
 
@@ -105,23 +105,23 @@ class TrainerRanks:
         self._reported = False
         outcome = RoundOutcome()
         failure = None
-        self._forget()
+        self._delete_read_messages()
         try:
             yield outcome
         except Exception as error:
             if self.stage is not None and not self._reported:
-                self._say_report(str(error), None)
+                self._send_report(str(error), None)
             if self.rank == 0:
-                self._say("outcome", str(error))
+                self._send("outcome", str(error))
             if self.rank == 0 or not isinstance(error, EngineError | StageError):
                 raise
             failure = error  # rank 0 has it from the report, and raises it with more context
         if self.rank == 0:
-            self._say("outcome", None, outcome.value)
+            self._send("outcome", None, outcome.value)
             return
-        said, outcome.value = self._hear("outcome", 0, limit)
+        said, outcome.value = self._receive("outcome", 0, limit)
         with suppress(dist.DistError):  # the next operation reports the lost store
-            self._store.add(f"{self._round}/{_HEARD}", 1)
+            self._store.add(f"{self._round}/{_NUM_READERS}", 1)
         if said is not None:
             raise UserError(f"{what} failed on trainer rank 0", why=said) from failure
         if failure is not None:
@@ -141,7 +141,7 @@ class TrainerRanks:
     def report(self, value: Any) -> None:
         """Report that this stage has sent its tensors, so the next may start; ``value`` is JSON."""
         self._own_report = value
-        self._say_report(None, value)
+        self._send_report(None, value)
 
     def reports(self, limits: Sequence[float]) -> list[Any]:
         """Return the reports of all stages, by stage; for rank 0, after its own report.
@@ -169,32 +169,32 @@ class TrainerRanks:
             return
         for earlier in range(stage):
             with suppress(StageError):
-                self._hear(f"left-{earlier}", earlier, limit)
+                self._receive(f"left-{earlier}", earlier, limit)
         try:
             yield
         finally:
             with suppress(dist.DistError):
-                self._say(f"left-{stage}")
+                self._send(f"left-{stage}")
 
     # -- inside ------------------------------------------------------------------------------------
 
     def _report_of(self, stage: int, limit: float) -> Any:
-        failure, value = self._hear(f"report-{stage}", stage, limit)
+        failure, value = self._receive(f"report-{stage}", stage, limit)
         if failure is not None:
             raise StageError(stage, self.sources[stage], failure)
         return value
 
-    def _say_report(self, failure: str | None, value: Any) -> None:
+    def _send_report(self, failure: str | None, value: Any) -> None:
         self._reported = True
-        self._say(f"report-{self.stage}", failure, value)
+        self._send(f"report-{self.stage}", failure, value)
 
-    def _say(self, key: str, failure: str | None = None, value: Any = None) -> None:
+    def _send(self, key: str, failure: str | None = None, value: Any = None) -> None:
         if self._store is not None:
             name = f"{self._round}/{key}"
             word = orjson.dumps([json_safe(failure), value])
             self._store.set(name, self._seal(name, word) + word)
 
-    def _hear(self, key: str, stage: int, limit: float) -> tuple[str | None, Any]:
+    def _receive(self, key: str, stage: int, limit: float) -> tuple[str | None, Any]:
         """Wait for a message; return its failure and its value.
 
         Raises:
@@ -223,21 +223,21 @@ class TrainerRanks:
         """Sign a message for this name; the signature is invalid for other names."""
         return hmac.digest(self._key, name.encode() + b"\0" + word, _SEAL)
 
-    def _forget(self) -> None:
+    def _delete_read_messages(self) -> None:
         """Remove, on rank 0, the messages of rounds whose outcome every rank has read.
 
         Rank 0 may be rounds ahead of another rank: not every round waits for all.
         """
         if self._store is None or self.rank != 0:
             return
-        for number in self._unheard[:]:
-            if self._store.add(f"{number}/{_HEARD}", 0) < self._others:
+        for number in self._unread_rounds[:]:
+            if self._store.add(f"{number}/{_NUM_READERS}", 0) < self._others:
                 continue
-            self._unheard.remove(number)
+            self._unread_rounds.remove(number)
             for key in (
-                _HEARD,
+                _NUM_READERS,
                 "outcome",
                 *(f"report-{stage}" for stage in range(len(self.sources))),
             ):
                 self._store.delete_key(f"{number}/{key}")
-        self._unheard.append(self._round)
+        self._unread_rounds.append(self._round)

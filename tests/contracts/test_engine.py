@@ -28,11 +28,10 @@ from safetensors.torch import load_file
 
 from slime.engines.api import EngineClient, EngineError, GenerateResult
 from slime.engines.client import RolloutClient
-from slime.engines.router import register_workers
+from slime.engines.router import list_workers, register_workers
 from slime.engines.wire.buckets import fingerprint, pack
 from slime.engines.wire.process_group import ExternalGroup
 from slime.engines.wire.shared_memory import Segment
-from slime.engines.workers import list_workers
 from slime.processes.host import free_port
 from slime.rollout.generate import GenerateState, bind_state, generate, sampling_params
 from slime.samples.types import Sample

@@ -42,7 +42,7 @@ def compare_with_singles(info: Any, model: Path, layout: dict[str, Any]) -> dict
         for name, tensor in runs.tensors():
             run = expert_runs.ExpertRun.parse(name)
             lengths.append(1 if run is None else len(tensor))
-            pairs = [(name, tensor)] if run is None else run.apart(tensor)
+            pairs = [(name, tensor)] if run is None else run.split(tensor)
             found.update({one: part.clone() for one, part in pairs})
     different = [
         name

@@ -140,7 +140,7 @@ def _break(sync: WeightSync, fault: str) -> None:
     def broken(*args: Any) -> Any:
         sync._transport.send = send
         if fault == "silent":
-            sync._ranks._say_report = lambda *words: None
+            sync._ranks._send_report = lambda *words: None
         raise RuntimeError("the GPU fell off the bus")
 
     sync._transport.send = broken
@@ -215,9 +215,9 @@ def hear_late(info: Any, rounds: int) -> tuple[list[int], list[str]]:
     ranks, heard = TrainerRanks(info.rank, info.world_size), []
     store = ranks._store
     if info.rank == 1:
-        hear: Any = ranks._hear
+        hear: Any = ranks._receive
         later: Any = lambda *words: store.wait(["ahead"]) or hear(*words)  # noqa: E731
-        ranks._hear = later
+        ranks._receive = later
     for number in range(rounds):
         with ranks.round("words", 30) as outcome:
             outcome.value = number if info.rank == 0 else None

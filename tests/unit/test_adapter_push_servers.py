@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.cluster.adapter_versions import AdapterVersions
 from slime.cluster.server_process import ServerProcess
+from slime.cluster.weight_push import AdapterVersions
 from slime.config import Config, make_config
 from slime.embedded.kind import embedded_command
 from slime.engines.fleet import EngineFleet

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.adapter_versions import AdapterVersions
+from slime.cluster.weight_push import AdapterVersions
 from slime.engines.api import EngineError
 
 

@@ -21,8 +21,14 @@ from slime.engines.client import (
     RolloutClient,
     num_requests,
 )
-from slime.engines.router import register_workers, remove_worker, router_policy, wants_routing_key
-from slime.engines.workers import RouterWorker, list_workers
+from slime.engines.router import (
+    RouterWorker,
+    list_workers,
+    register_workers,
+    remove_worker,
+    router_policy,
+    wants_routing_key,
+)
 from slime.errors import UserError
 from slime.rollout.generate import bind_state
 from slime.rollout.plugin_api import post

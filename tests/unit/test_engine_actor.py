@@ -31,7 +31,7 @@ def actor(
     actor = EngineActor(config, "router", tmp_path, 1, [], RunKeys.new())
     yield actor
     actor.stop()
-    keys.use(RunKeys(Key(), Key()))
+    keys.set_run_keys(RunKeys(Key(), Key()))
 
 
 @pytest.mark.parametrize(

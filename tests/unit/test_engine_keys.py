@@ -20,8 +20,7 @@ from slime.cluster import engine_fit
 from slime.engines import keys
 from slime.engines.api import EngineClient, EngineError
 from slime.engines.keys import NO_KEY, VARIABLE, Key, RunKeys, admits, key_of
-from slime.engines.router import register_workers, router_flags
-from slime.engines.workers import list_workers
+from slime.engines.router import list_workers, register_workers, router_flags
 from slime.errors import UserError
 from slime.weights.transport import EngineSlots
 from tests.support.router_server import router_process, wait_healthy
@@ -33,8 +32,8 @@ OWN, EXTERNAL = "http://10.0.0.1:1", "http://10.0.0.2:2"
 @pytest.fixture(autouse=True)
 def run() -> Iterator[RunKeys]:
     """A run's keys, in this process alone and for this test alone."""
-    yield keys.use(RunKeys(Key("of-the-run"), Key("of-others")))
-    keys.use(RunKeys(Key(), Key()))
+    yield keys.set_run_keys(RunKeys(Key("of-the-run"), Key("of-others")))
+    keys.set_run_keys(RunKeys(Key(), Key()))
     keys._key_of.clear()
     keys._external.clear()
 
@@ -47,9 +46,18 @@ def test_each_run_makes_its_own_and_reads_that_of_others(monkeypatch: pytest.Mon
     assert RunKeys.new().external == "somebody's"
 
 
+def test_the_key_of_others_is_read_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was forked from one that had imported the module has another environment."""
+    monkeypatch.setattr(keys, "_run", None)
+    monkeypatch.setenv(VARIABLE, "somebody's")
+    keys.register_external("http://other:1")
+    keys.register_own("http://own:1")
+    assert (key_of("http://other:1"), key_of("http://own:1")) == ("somebody's", "")
+
+
 def test_a_server_takes_it_out_of_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "abc")
-    assert keys.take() == "abc" and keys.take() == ""
+    assert keys.take_from_environment() == "abc" and keys.take_from_environment() == ""
 
 
 def test_it_does_not_show_itself(run: RunKeys) -> None:
@@ -61,12 +69,12 @@ def test_it_does_not_show_itself(run: RunKeys) -> None:
 
 
 def test_a_key_goes_to_the_url_that_it_belongs_to() -> None:
-    keys.own(f"{OWN}/")
-    keys.external(EXTERNAL)
+    keys.register_own(f"{OWN}/")
+    keys.register_external(EXTERNAL)
     assert (key_of(OWN), key_of(f"{EXTERNAL}/")) == ("of-the-run", "of-others")
     assert key_of("http://10.0.0.1:3") == "", "a judge on the same host"
     assert not keys.is_external(OWN) and keys.is_external(EXTERNAL)
-    keys.own(EXTERNAL)  # the port is another server's now
+    keys.register_own(EXTERNAL)  # the port is another server's now
     assert key_of(EXTERNAL) == "of-the-run" and not keys.is_external(EXTERNAL)
 
 
@@ -134,13 +142,13 @@ def test_the_client_brings_it_and_says_when_it_is_refused() -> None:
                 EngineError, match="asks for a key, and none is known: /generate answered 401"
             ):
                 await client.post("/generate")
-            keys.external(server.url)
+            keys.register_external(server.url)
             with pytest.raises(
                 EngineError, match="refuses the run's key: /generate answered 401"
             ) as caught:
                 await client.post("/generate")
             assert caught.value.status == 401
-            keys.own(server.url)
+            keys.register_own(server.url)
             await client.post("/generate")
             await client.request(
                 "POST", "/health", {}, headers={"Authorization": "Bearer the caller's"}
@@ -179,7 +187,7 @@ def test_an_sglang_server_gets_it_and_does_not_log_it(
 def test_an_engine_of_others_that_asks_for_another_key() -> None:
     async def ask() -> None:
         async with Guarded("another") as server:
-            keys.external(server.url)
+            keys.register_external(server.url)
             with pytest.raises(
                 UserError, match=f"the engine at {server.url} requires another key"
             ) as caught:
@@ -193,7 +201,7 @@ def test_an_engine_of_others_that_asks_for_another_key() -> None:
 def test_the_router_brings_each_engine_its_own(run: RunKeys, external_key: str) -> None:
     """And never the run's to an engine that somebody else has started, whether that asks for a key
     or not."""
-    keys.use(RunKeys(run.own, Key(external_key)))
+    keys.set_run_keys(RunKeys(run.own, Key(external_key)))
 
     async def ask(url: str) -> None:
         async with (
@@ -201,8 +209,8 @@ def test_the_router_brings_each_engine_its_own(run: RunKeys, external_key: str) 
             Guarded(external_key) as external,
             EngineClient(url) as router,
         ):
-            keys.own(url, own.url)
-            keys.external(external.url)
+            keys.register_own(url, own.url)
+            keys.register_external(external.url)
             await wait_healthy(router)
             await register_workers(url, [own.url, external.url], timeout=30)
             for _ in range(4):
@@ -223,7 +231,7 @@ def test_the_router_brings_each_engine_its_own(run: RunKeys, external_key: str) 
 def test_a_router_is_started_with_the_runs_own_engines_alone() -> None:
     """Those on its command line get its own key."""
     urls = [OWN, "http://10.0.0.1:2", EXTERNAL]
-    keys.external(EXTERNAL)
+    keys.register_external(EXTERNAL)
     flags: dict[str, Any] = router_flags("power_of_two", urls)
     assert flags["worker_urls"] == urls[:2]
     assert router_flags("power_of_two", urls[1:]) == {"policy": "round_robin"}
@@ -235,7 +243,7 @@ def test_the_router_tells_nobody_without_the_key_what_the_model_is_called(run: R
 
     async def ask(url: str) -> None:
         async with Guarded("of-the-run") as own, EngineClient(url) as router:
-            keys.own(url, own.url)
+            keys.register_own(url, own.url)
             await wait_healthy(router)
             await register_workers(url, [own.url], timeout=30)
             async with ClientSession() as stranger, stranger.get(f"{url}/v1/models") as answer:

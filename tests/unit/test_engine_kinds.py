@@ -125,7 +125,7 @@ def test_a_third_engine_is_started_and_asked_whether_it_lives(
     finally:
         process.stop()
         port.release()
-    assert HealthChecks.of(config)._path == "/ready"
+    assert HealthChecks.of(config).path == "/ready"
     assert trainer_environment(config, 1, on_gpu=True)["THIRD_NEEDS"] == "1"
 
 

@@ -23,8 +23,8 @@ from slime.config.engine_flags import (
 )
 from slime.config.flag import FlagSpec
 from slime.config.flags import all_flags
-from slime.engines.idle_options import idle_options
 from slime.engines.kinds import engine_of
+from slime.engines.model_groups import idle_options
 from slime.run.preflight import check_engine_flags
 from tests.support.embedded_models import save_tiny_model
 

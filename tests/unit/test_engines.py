@@ -679,7 +679,7 @@ def test_an_engine_starts_while_the_others_generate(
         log.append("wake")
         return {}
 
-    turns = world.weights._gpu_memory = GpuMemoryOwner(
+    turns = world.weights.gpu_memory = GpuMemoryOwner(
         release, resume, sleep, wake, offload_train=True, offload_rollout=True
     )
     world.engines.restarts_immediately = False
@@ -746,7 +746,7 @@ def test_where_no_engine_is_left_it_starts_while_nobody_has_memory(
     turns = GpuMemoryOwner(
         no_memory, no_memory, note("sleep"), note("wake"), offload_train=True, offload_rollout=True
     )
-    world.weights._gpu_memory, world.engines.restarts_immediately = turns, False
+    world.weights.gpu_memory, world.engines.restarts_immediately = turns, False
     monkeypatch.setattr(
         Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.poll())
     )
@@ -802,7 +802,7 @@ def test_an_engine_that_dies_of_taking_its_memory_back_for_a_push(
     def note(*words: str) -> Callable[..., dict[str, float]]:
         return lambda *keep: log.append(words[any(keep)]) or {}  # type: ignore[func-returns-value]
 
-    turns = world.weights._gpu_memory = GpuMemoryOwner(
+    turns = world.weights.gpu_memory = GpuMemoryOwner(
         memory.release, memory.resume, note("sleep", "sleep but for weights"), note("wake"),
         offload_train=True, offload_rollout=True,
     )  # fmt: skip

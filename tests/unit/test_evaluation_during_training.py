@@ -261,7 +261,7 @@ def test_a_trainer_that_begins_again_keeps_what_will_not_be_evaluated_again(
     checkpoint."""
     cluster = Cluster()
     session = make(cluster)
-    session.trained(1, {})
+    session.note_trained(1, {})
     session.evaluate(1)
     cluster.restarts_at = restarts_at
     session.restart_trainer()

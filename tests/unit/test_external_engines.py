@@ -115,7 +115,8 @@ class FakeRun:
     ) -> None:
         self.log: list[str] = []
         self.routers: Any = SimpleNamespace(
-            urls={"policy": "http://router:1"}, take_out=lambda url: self.log.append(f"out {url}")
+            urls={"policy": "http://router:1"},
+            remove_worker=lambda url: self.log.append(f"out {url}"),
         )
         self.answers_alone = True
         self.table = EngineTable([EngineEntry(n, (f"engine-{n}",)) for n in (0, 1)])
@@ -251,7 +252,7 @@ def test_engines_must_be_alike(make_run: MakeRun, serve: Serve) -> None:
     first, second = serve(), serve(dtype="float32", random_seed=2)
     run = make_run(rollout_external_engine_addrs=(first.url, second.url))
     table = EngineTable(unlaunched(first.url, second.url))
-    external = ExternalEngines(run.external._config, table, run, None, shares_gpus=False)
+    external = ExternalEngines(run.external.config, table, run, None, shares_gpus=False)
     with pytest.raises(UserError, match=f"{second.url} is not like the others") as caught:
         external.check_named()
     assert "--dtype bfloat16" in caught.value.fix
@@ -429,11 +430,11 @@ def test_with_it_the_run_goes_on_and_it_may_come_back(
 def test_one_that_was_lost_behind_the_routers_back_is_taken_out_later(make_run: MakeRun) -> None:
     """Back alive, it would get requests but no weights."""
     run = make_run(use_fault_tolerance=True)
-    taken_out, run.routers.take_out = run.routers.take_out, no_answer
+    taken_out, run.routers.remove_worker = run.routers.remove_worker, no_answer
     run.external.drop(run.join("http://ext:1"), "hangs")
     with pytest.raises(UserError, match="cannot leave now: the router"):
         run.external.remove(run.join("http://ext:2").url)
-    run.routers.take_out = taken_out
+    run.routers.remove_worker = taken_out
     run.external.poll()
     assert run.log == ["out http://ext:1"]
 

@@ -223,8 +223,8 @@ def test_pairs_arrive_at_any_bucket_size(
 def test_a_torn_pair_is_named_by_the_receipt(server: FakeSGLang, model_dir: Path, way: str) -> None:
     sync = connected(model_dir, server, 3, update_weight_buffer_size=6_000, **WAYS[way])
     transport: Any = sync._transport
-    packing = transport._packing
-    transport._packing = replace(packing, together=None)
+    packing = transport.packing
+    transport.packing = replace(packing, together=None)
     with pytest.raises(WeightMismatch) as caught:
         sync.push()
     lost = {line.split()[0] for line in caught.value.mismatches}
@@ -234,7 +234,7 @@ def test_a_torn_pair_is_named_by_the_receipt(server: FakeSGLang, model_dir: Path
         f"{q} was sent and not loaded by {server.url} (SGLang loads it only together with {kv})"
         in str(caught.value)
     )
-    transport._packing = packing
+    transport.packing = packing
     assert sync.push().loaded == len(sync._names)
     sync.close()
 

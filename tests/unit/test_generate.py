@@ -17,7 +17,6 @@ from slime.engines.client import RequestRefused, RolloutClient
 from slime.errors import UserError
 from slime.log import untold
 from slime.rollout.generate import (
-    append_result,
     bind_state,
     context_limit,
     generate,
@@ -27,7 +26,7 @@ from slime.rollout.generate import (
 )
 from slime.rollout.resumed_requests import answered
 from slime.rollout.trajectory import GroupRun, GroupRunner
-from slime.rollout.validate_generate_output import complete_tokens, tell_of_text_alone
+from slime.rollout.validate_generate_output import complete_tokens, warn_of_missing_end_token
 from slime.samples.types import Sample, SampleStatus
 from slime.user_code.loading import FunctionFailed
 from tests.support import rollout_hooks
@@ -340,7 +339,9 @@ def test_weight_versions_of_tokens_follow_the_engines_spans() -> None:
         "weight_version": "4",
         "token_weight_versions": [[0, 3], [2, 4]],
     }
-    append_result(sample, GenerateResult([7, 8, 9], [-1.0, -2.0, -3.0], "abc", "stop", meta))
+    sample.append_response_tokens(
+        tokens=[7, 8, 9], log_probs=[-1.0, -2.0, -3.0], meta_info=meta, text="abc"
+    )
     assert [(s.start, s.end, s.weight_version) for s in sample.token_spans] == [
         (0, 2, 3),
         (2, 3, 4),
@@ -350,10 +351,8 @@ def test_weight_versions_of_tokens_follow_the_engines_spans() -> None:
         and sample.weight_versions == ["4"]
         and sample.status is SampleStatus.COMPLETED
     )
-    append_result(
-        sample,
-        GenerateResult([5], [-1.0], "d", "length", {**meta, "token_weight_versions": [[0, 5]]}),
-    )
+    meta["token_weight_versions"] = [[0, 5]]
+    sample.append_response_tokens(tokens=[5], log_probs=[-1.0], meta_info=meta, text="d")
     assert [(s.start, s.end, s.weight_version) for s in sample.token_spans][-1] == (3, 4, 5)
     assert sample.rollout_log_probs == [-1.0, -2.0, -3.0, -1.0]
 
@@ -582,7 +581,7 @@ def test_an_answer_that_was_cut_has_no_end_to_miss(
         response_length=1,
         status=SampleStatus.TRUNCATED,
     )
-    tell_of_text_alone([sample], "mine.cut", state)
+    warn_of_missing_end_token([sample], "mine.cut", state)
     assert not caplog.messages
 
 

@@ -373,13 +373,14 @@ def test_rollout_functions_may_return_bare_lists_and_dicts(wrap) -> None:
         return {"set": {"rewards": [1.0]}} if evaluation else wrap(samples)
 
     async def call(evaluation: bool) -> Any:
-        return await call_rollout_fn(rollout, SimpleNamespace(), 0, None, evaluation=evaluation)
+        wanted: Any = RolloutFnEvalOutput if evaluation else RolloutFnTrainOutput
+        return await call_rollout_fn(rollout, SimpleNamespace(), 0, None, wanted)
 
     trained = asyncio.run(call(False))
     assert trained.samples == [Group(4, [[samples[0][0]], [samples[0][1]]])]
     assert asyncio.run(call(True)) == RolloutFnEvalOutput({"set": {"rewards": [1.0]}})
     with pytest.raises(UserError, match="returned the int"):
-        asyncio.run(call_rollout_fn(lambda *a, **k: 3, None, 0, None, evaluation=False))
+        asyncio.run(call_rollout_fn(lambda *a, **k: 3, None, 0, None, RolloutFnTrainOutput))
 
 
 def test_fan_out_shapes_become_trajectories() -> None:

@@ -149,7 +149,7 @@ def rank_that_answers(name: str) -> SimpleNamespace:
 def two_groups() -> tuple[Trainers, FakeCritics]:
     group = Trainers.__new__(Trainers)
     critics = FakeCritics()
-    group._actors = {NamedActor("trainer-0"): rank_that_answers("trainer")}
+    group.actors = {NamedActor("trainer-0"): rank_that_answers("trainer")}
     group._critic = critics  # type: ignore[assignment]
     return group, critics
 
@@ -197,7 +197,7 @@ def test_a_rank_that_is_gone_does_not_hide_what_the_others_tell(
     monkeypatch.setattr(trainer_group, "raise_failed", critic_is_gone)
     monkeypatch.setattr(trainer_group, "ray", SimpleNamespace(get=lambda refs: refs))
     assert group.failed_step() == ["failed step of trainer"]
-    group._actors = {}
+    group.actors = {}
     with pytest.raises(UserError, match="no rank has returned its failed step"):
         group.failed_step()
 

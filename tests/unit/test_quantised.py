@@ -195,7 +195,7 @@ def test_a_run_of_experts_holds_what_each_of_them_has(
     stack = torch.stack([weight[:rows, :columns].float() for weight in drawn])
     run = ExpertRun("mlp.experts", 4, 3 + len(drawn), "up")
     parts = quantise_run(run, stack, scheme)
-    apart = dict(pair for name, part in parts.items() for pair in told(name).apart(part))
+    apart = dict(pair for name, part in parts.items() for pair in told(name).split(part))
     single = {
         name: part
         for number, weight in enumerate(stack, start=4)

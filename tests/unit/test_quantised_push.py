@@ -213,7 +213,7 @@ def test_experts_in_runs_bring_what_single_ones_do(kind: str, plain: dict[str, P
     runs = {name: run for name in sent if (run := ExpertRun.parse(name)) is not None}
     assert len(runs) > 4 and sorted(together.names()) == sorted(sent)
     apart = {name: tensor for name, tensor in sent.items() if name not in runs}
-    apart |= {one: part for name, run in runs.items() for one, part in run.apart(sent[name])}
+    apart |= {one: part for name, run in runs.items() for one, part in run.split(sent[name])}
     assert apart.keys() == tensors.keys() and all(
         same_bits(apart[name], part) for name, part in tensors.items()
     )

@@ -98,7 +98,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         config = make_config(rollout_batch_size=1, run_name="run", **given)
         with module.open_session(config) as session:
             complete(root, 0)
-            session.trained(1, {})
+            session.note_trained(1, {})
             session.save(1)
             raise error
         return trainers
@@ -241,13 +241,13 @@ def test_the_last_lines_of_two_steps_without_contrast_say_so(
         "rollout/reward/max": 0.0,
         "rollout/num_samples": 4,
     }
-    trained = module.Session.trained
+    trained = module.Session.note_trained
 
     def logs(self: module.Session, rollout_id: int, metrics: dict[str, float]) -> None:
         trained(self, rollout_id, metrics)
         self.log(flat)
 
-    monkeypatch.setattr(module.Session, "trained", logs)
+    monkeypatch.setattr(module.Session, "note_trained", logs)
     with pytest.raises(KeyboardInterrupt):
         run(KeyboardInterrupt(), times_out)
     told = capsys.readouterr().err
@@ -293,7 +293,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
         found = []
         for rollout_id in range(num_rollout):
             clock.now += seconds
-            session.trained(rollout_id, {})
+            session.note_trained(rollout_id, {})
             if session.saving.is_due(rollout_id):
                 session.save(rollout_id)
                 found.append(rollout_id)
@@ -379,7 +379,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     cluster = Cluster(make_config(), tmp_path)
     # no actors: that would need Ray
     trainers = trainer_group.Trainers.__new__(trainer_group.Trainers)
-    trainers._actors = {NamedActor("trainer-0"): SimpleNamespace(finish_saving=_FinishSaving)}
+    trainers.actors = {NamedActor("trainer-0"): SimpleNamespace(finish_saving=_FinishSaving)}
     cluster._trainers = trainers
 
     def wait(refs: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:

@@ -86,7 +86,7 @@ def test_it_ends_the_wait_with_its_names(scene: Scene) -> None:
             open_waits.raise_interrupt()
     assert failed.value.names == ("trainer-0",)
     assert "no progress for 60 s" in failed.value.why and "kill -CONT 4711" in failed.value.fix
-    assert "test_it_ends_the_wait" in scene.stopped_monitor._log.read_text(), (
+    assert "test_it_ends_the_wait" in scene.stopped_monitor.log.read_text(), (
         "the driver's own stacks"
     )
 

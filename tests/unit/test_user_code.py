@@ -24,6 +24,7 @@ from slime.samples.batch import TrainLayout
 from slime.samples.convert import to_train_batches
 from slime.samples.types import Group, Sample, SampleStatus
 from slime.trainer.user_functions import UserFunctions
+from slime.user_code.hooks import RolloutFnTrainOutput
 from slime.user_code.loading import (
     call_user_function,
     failures_of,
@@ -123,7 +124,7 @@ CALLS: dict[str, Callable[[str], Any]] = {
     "generate": lambda path: asyncio.run(generated(path, custom_generate_function_path=path)),
     "sample hook": lambda path: asyncio.run(generated(path, rollout_sample_hook_path=[path])),
     "rollout": lambda path: asyncio.run(
-        call_rollout_fn(load_function(path), None, 0, FakeSource(2), evaluation=False, path=path)
+        call_rollout_fn(load_function(path), None, 0, FakeSource(2), RolloutFnTrainOutput, path)
     ),
     "dynamic filter": lambda path: asyncio.run(call_dynamic_filter(load_function(path), None, [])),
     "sample filter, log function": lambda path: asyncio.run(call_user_function(path, None, [])),

@@ -527,7 +527,7 @@ def evaluating(args: Any, rollout_id: int, data_source: Any, evaluation: bool = 
 async def evaluate_with(path: str) -> Any:
     args = SimpleNamespace(eval_function_path=path)
     output = await call_rollout_fn(
-        load_function(path), args, 0, FakeSource(2), evaluation=True, path=path
+        load_function(path), args, 0, FakeSource(2), RolloutFnEvalOutput, path
     )
     assert isinstance(output, RolloutFnEvalOutput)
     return await finish_evaluation(config(), args, 0, output, 1.0)
@@ -880,7 +880,7 @@ def rolling(args: Any, rollout_id: int, data_source: Any, evaluation: bool = Fal
 def rolled(samples: Any) -> list[Group]:
     DO[:] = [samples]
     path = ME + "rolling"
-    call = call_rollout_fn(load_function(path), None, 0, FakeSource(2), evaluation=False, path=path)
+    call = call_rollout_fn(load_function(path), None, 0, FakeSource(2), RolloutFnTrainOutput, path)
     output = asyncio.run(call)
     assert isinstance(output, RolloutFnTrainOutput)
     origin = f"'{path}' (--rollout-function-path)"

@@ -27,7 +27,7 @@ from slime.embedded.scheduler import Scheduler
 from slime.embedded.sequence import Sequence as Request
 from slime.embedded.weights import make_store
 from slime.engines.api import WITHOUT_PROXIES
-from slime.engines.keys import VARIABLE, external, header_of, key_of
+from slime.engines.keys import VARIABLE, header_of, key_of, register_external
 from slime.engines.request_fields import parse_params
 from slime.errors import UserError
 from slime.models.images import ImageReader
@@ -134,7 +134,7 @@ class EngineThere:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        external(self.url)
+        register_external(self.url)
         try:
             self._ask("/server_info", None)
         except Untested as error:

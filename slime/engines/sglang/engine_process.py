@@ -19,7 +19,7 @@ from slime.redact import HIDDEN
 
 
 def main() -> None:
-    key = str(keys.take())
+    key = str(keys.take_from_environment())
     access = keys.take_access()
     if key:
         hide_in_log(key)

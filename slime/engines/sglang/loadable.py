@@ -81,7 +81,7 @@ class _Layer:
                 _move_into_old(owner, name, old)
         self._drop_surplus()
 
-    def shut(self) -> None:
+    def revert(self) -> None:
         """Undo the opening of a layer into which nothing was loaded."""
         _restore_processing(self.method)
         for owner, tensors in self.kept:
@@ -174,7 +174,7 @@ def opened_for_lookup(model: nn.Module) -> Iterator[None]:
         # also close layers that were opened before another one failed: the engine is not paused
         if not was_open:
             for layer in _open.pop(model, {}).values():
-                layer.shut()
+                layer.revert()
             for module in _with_cache_scales(model):
                 _restore_processing(_method(module))
 

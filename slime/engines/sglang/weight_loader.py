@@ -49,7 +49,7 @@ def load(model: nn.Module, named_tensors: NamedTensors) -> None:
         if run is None:
             rest.append((name, tensor))
         elif not experts.take(run, tensor):
-            rest.extend(run.apart(tensor))
+            rest.extend(run.split(tensor))
     if rest:
         _load_weights(model, rest)
 

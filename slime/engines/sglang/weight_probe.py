@@ -131,8 +131,8 @@ def _answer(model: nn.Module, request: dict[str, Any]) -> dict[str, Any]:
             with opened_for_lookup(model) if request.get("opens") else nullcontext():
                 return _layout(model, request["tensors"])
         if action == "adapter":
-            held = adapter_fingerprints(request["lora_name"], request["tensors"])
-            return {"fingerprints": held}
+            found = adapter_fingerprints(request["lora_name"], request["tensors"])
+            return {"fingerprints": found}
         if action == "mark":
             return {"marked": _mark(model, keep=True)}
         return _fingerprints(model, request["tensors"], request["method"])

@@ -78,7 +78,7 @@ class ExpertRun:
         """Return the name of the run of another part of the same weights."""
         return f"{self.owner}.{self.first}-{self.last}.{self.projection}_proj.{leaf}"
 
-    def apart(self, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    def split(self, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Split [experts, out, in] into (name, [out, in]) of each, as views."""
         return ((self.expert_name(self.first + place), one) for place, one in enumerate(tensor))
 
