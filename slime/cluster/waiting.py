@@ -26,6 +26,7 @@ from slime.errors import RunFailed, UserError
 from slime.log import get_logger
 from slime.memory.remedies import ON_HOST
 from slime.processes import stacks
+from slime.processes.children import compiles
 from slime.processes.host import num_gpus
 
 logger = get_logger(__name__)
@@ -295,8 +296,15 @@ class StartupProgress:
         self._next = 2 * waited
         for worker, ref in self.coming_up.items():
             if not self.done(ref):
+                pid = pid_here(worker)
                 logger.info(
-                    "%s is coming up for %.0f s%s", worker, waited, self._last_words(worker.name)
+                    "%s is coming up for %.0f s%s%s",
+                    worker,
+                    waited,
+                    ", and compiles kernels now, as first launches do"
+                    if pid is not None and compiles(pid)
+                    else "",
+                    self._last_words(worker.name),
                 )
 
     def _last_words(self, name: str) -> str:

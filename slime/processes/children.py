@@ -1,5 +1,5 @@
-"""The child processes of this process: list the children of one thread, find out when a process
-started, and kill children that were left behind."""
+"""Child processes: list the children of one thread, find out when a process started and whether it
+compiles, and kill children that were left behind."""
 
 from __future__ import annotations
 
@@ -14,6 +14,20 @@ import psutil
 
 logger = logging.getLogger("slime.processes.children")
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+#: Programs that compile kernels at run time: FlashInfer's and torch's extensions take minutes.
+_COMPILERS = frozenset({"nvcc", "cicc", "cudafe++", "ptxas", "cc1plus"})
+
+
+def compiles(pid: int) -> bool:
+    """Whether a compiler runs among the descendants of a process."""
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                if child.name() in _COMPILERS:
+                    return True
+    return False
 
 
 def children_of(native: int) -> list[psutil.Process]:

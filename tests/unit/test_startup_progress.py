@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slime.cluster.waiting import NamedActor, StartupProgress
+from slime.cluster.waiting import NamedActor, Process, StartupProgress
+from slime.processes.host import own_addresses
 
 
 def test_who_is_late_is_named_with_the_last_line_of_its_log(
@@ -40,3 +44,24 @@ def test_who_is_late_is_named_with_the_last_line_of_its_log(
     assert [second for second, text in said if text.startswith("engine-0")] == [45, 90, 180, 360]
     assert not any("rollout" in text for _, text in said)
     assert [second for second, text in said if text.startswith("engine-1")] == [45, 90]
+
+
+def test_a_start_that_compiles_kernels_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """FlashInfer compiles for minutes without a line in the engine's log."""
+    compiler = tmp_path / "cicc"
+    shutil.copy("/bin/sleep", compiler)
+    here = Process(os.getpid(), next(iter(own_addresses())))
+    engine = type("Engine", (NamedActor,), {"process": here})("engine-0")
+    now = [0.0]
+    coming_up: Any = {engine: "ref"}
+    progress = StartupProgress(coming_up, tmp_path, clock=lambda: now[0], done=lambda ref: False)
+    said = []
+    with subprocess.Popen([compiler, "60"]) as process, caplog.at_level(logging.INFO, "slime"):
+        for now[0] in (50.0, 110.0):
+            progress.poll()
+            said.append(caplog.messages[-1])
+            process.kill()
+            process.wait()
+    assert [", and compiles kernels now" in text for text in said] == [True, False]
