@@ -13,6 +13,7 @@ from slime.samples.frozen_fields import frozen
 from slime.samples.types import Sample
 from slime.user_code.hooks import DynamicFilter, DynamicFilterOutput
 from slime.user_code.loading import FunctionFailed, call_hook, described, failures_of, named
+from slime.user_code.process_state import kept
 
 FLAG = "--dynamic-sampling-filter-path"
 _SMALLEST_STD = 1e-6
@@ -60,7 +61,7 @@ async def call_dynamic_filter(
         return DynamicFilterOutput(keep=True)
     path = getattr(args, "dynamic_sampling_filter_path", None)
     what = f"the function {named(path, FLAG)}" if path else f"the function of {FLAG}"
-    with failures_of(what), frozen(samples, what, [samples], is_ordered=False):
+    with failures_of(what), kept(what), frozen(samples, what, [samples], is_ordered=False):
         verdict = await call_hook(fn, args, samples, what=what, limit=limit)
     return verdict_of(verdict, what)
 

@@ -193,15 +193,18 @@ def is_true(value: Any, origin: str) -> bool:
     """Convert the return value of a log function to a bool.
 
     Raises:
-        FunctionFailed: the value has no truth value, e.g. an array of several numbers.
+        FunctionFailed: it is neither a bool nor None; a dict of metrics would count as True, and
+            switch the default metrics off.
     """
-    try:
+    if value is None or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
-    except Exception as error:  # bool() may raise anything
-        what = f"{origin} returned {described(value)}"
-        raise FunctionFailed(
-            what, fix="return True to replace the default logging, else None"
-        ) from error
+    if type(value).__name__ in ("bool", "bool_"):  # NumPy's
+        return bool(value)
+    raise FunctionFailed(
+        f"{origin} returned {described(value)}",
+        why="it may return True, so that the default metrics are not logged",
+        fix="add metrics of yours to extra_metrics, and return True, False or nothing",
+    )
 
 
 async def _dump(config: Config, rollout_id: int | Evaluation, samples: list[Sample]) -> None:

@@ -64,6 +64,7 @@ from slime.user_code.loading import (
     with_user_frames,
 )
 from slime.user_code.overrides import override_of
+from slime.user_code.process_state import kept
 
 logger = get_logger(__name__)
 T = TypeVar("T")
@@ -342,7 +343,9 @@ class GroupRunner:
             drawn = [trajectory.samples[0] for trajectory in group.trajectories]
             params = copy.deepcopy(self.state.sampling_params)
             more = accepted(function, {"evaluation": self.evaluation})
-            returned = await run_isolated(function(self.state.args, drawn, params, **more), name)
+            with kept(name):
+                work = function(self.state.args, drawn, params, **more)
+                returned = await run_isolated(work, name)
             if not isinstance(returned, list) or len(returned) != len(group.trajectories):
                 what = f"{name} did not return a list of {len(group.trajectories)}"
                 raise FunctionFailed(
@@ -541,7 +544,8 @@ class GroupRunner:
                 f"{path} is not async", fix="declare the generate function with 'async def'"
             )
         try:
-            return await run_isolated(returned, f"{path} on sample {sample.index}"), path
+            with kept(path):
+                return await run_isolated(returned, f"{path} on sample {sample.index}"), path
         except RequestRefused as refused:
             if not is_too_long(refused):
                 raise
@@ -698,14 +702,15 @@ async def apply_sample_hook(
         FunctionFailed: the hook hung, or returned something other than a sample, or a sample with
             inconsistent lengths.
     """
-    own = await call_hook(
-        hook,
-        args,
-        sample,
-        optional=optional,
-        what=f"{origin} on sample {sample.index}",
-        limit=limit,
-    )
+    with kept(origin):
+        own = await call_hook(
+            hook,
+            args,
+            sample,
+            optional=optional,
+            what=f"{origin} on sample {sample.index}",
+            limit=limit,
+        )
     own = sample if own is None else own
     if not isinstance(own, Sample):
         what = f"{origin} returned a {type(own).__name__}"

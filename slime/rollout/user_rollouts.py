@@ -23,12 +23,14 @@ from slime.user_code.loading import (
     FunctionFailed,
     call_hook,
     call_user_function,
+    check_returns_nothing,
     described,
     failures_of,
     named,
     shown,
 )
 from slime.user_code.overrides import override_of
+from slime.user_code.process_state import kept
 
 logger = get_logger(__name__)
 
@@ -50,7 +52,7 @@ async def call_rollout_fn(
     """
     flag = "--eval-function-path" if evaluation else "--rollout-function-path"
     origin = named(path, flag) if path else "the plugin's generate_rollout"
-    with failures_of(origin):
+    with failures_of(origin), kept(origin):
         output = await call_hook(
             fn, args, rollout_id, data_source, what=path or origin, evaluation=evaluation
         )
@@ -79,7 +81,11 @@ async def call_with_groups(
     flag = option_of(dest)
     samples = [sample for view in views for sample in view]
     with frozen(samples, named(path, flag), [views, *views], is_ordered=False):
-        await call_user_function(path, args, views, *more, flag=flag, limit=limit)
+        returned = await call_user_function(path, args, views, *more, flag=flag, limit=limit)
+    instead = "set remove_sample on the samples, and return nothing"
+    if dest != "rollout_sample_filter_path":
+        instead = "return nothing; --dynamic-sampling-filter-path decides which groups are trained"
+    check_returns_nothing(returned, [views], named(path, flag), instead)
 
 
 def checked_metrics(metrics: Any, origin: str) -> dict[str, Any] | None:

@@ -67,7 +67,8 @@ def to_batches_of_roles(
             have a field, a sample is longer than ``--seq-length``, or a hook returns something
             invalid.
     """
-    args = config.flat()
+    args = config.shared_args
+    vocab_size = vocab_size_of(config.checkpoint.hf_checkpoint, config.checkpoint.model_name)
     trainable = select_trainable(groups, config.algorithm.trains_on_data, rollout_id)
     hook_path = config.reward.custom_convert_samples_to_train_data_path
     if hook_path:
@@ -81,7 +82,6 @@ def to_batches_of_roles(
         samples = trainable.samples
         with frozen(samples, origin, [samples]):
             returned = user_function(hook_path, CONVERSION)(args, samples)
-        vocab_size = vocab_size_of(config.checkpoint.hf_checkpoint, config.checkpoint.model_name)
         columns = columns_from_hook(returned, trainable, origin, vocab_size)
     else:
         columns = columns_from_samples(trainable, config, args)
@@ -107,6 +107,7 @@ def to_batches_of_roles(
 
     shards = sharded(columns, layout)
     for shard in shards:
+        _check_tokens(shard, vocab_size)
         _check_log_probs(shard, args)
     if layout.critic is None:
         return shards, []
@@ -421,6 +422,31 @@ def _shard(
         global_stats=dict(stats),
         positions=list(rows),
     )
+
+
+def _check_tokens(shard: TrainBatch, vocab_size: int | None) -> None:
+    """Check that the model's embedding has a row for each token; with tensor parallelism, others
+    would count as zeros.
+
+    Args:
+        vocab_size: the model's; None if unknown.
+    Raises:
+        UserError: names the sample and the token.
+    """
+    for index, tokens in zip(shard.sample_indices, shard.tokens):
+        if (
+            vocab_size is not None
+            and tokens.numel()
+            and (largest := int(tokens.max())) >= vocab_size
+        ):
+            raise UserError(
+                f"the sample with index {index} has the token {largest}, and the model has "
+                f"{vocab_size} tokens, from 0",
+                why="the tokenizer has more tokens than the model's embedding has rows (vocab_size "
+                "in config.json)",
+                fix="use the tokenizer of this model, or give the model a row for each token "
+                "(resize_token_embeddings of transformers)",
+            )
 
 
 def _check_log_probs(shard: TrainBatch, args: Any) -> None:

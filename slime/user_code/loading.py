@@ -33,6 +33,7 @@ from slime.errors import UserError, name_and_text
 from slime.files import write_atomically
 from slime.user_code import calls as user_calls
 from slime.user_code.calls import run_in_thread, run_isolated, running
+from slime.user_code.process_state import kept
 
 #: Variable that gives other processes the driver's working directory and the folder of its
 #: script.
@@ -494,7 +495,7 @@ def failures_of(what: str) -> Iterator[None]:
     except UserError as error:
         with_user_frames(error, error)
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # an exit with status 0 would look like a good end
         *_, last = traceback.extract_tb(error.__traceback__)
         if last.filename.startswith(_SLIME) and last.filename not in (
             __file__,
@@ -507,6 +508,21 @@ def failures_of(what: str) -> Iterator[None]:
             f"{what} failed", why=name_and_text(error), fix=where_to_mend(error)
         )
         raise with_user_frames(failure, error) from error
+
+
+def check_returns_nothing(returned: Any, given: Iterable[Any], origin: str, instead: str) -> None:
+    """Check the return value of a function that works by changing what it is given.
+
+    Args:
+        given: its arguments; it may return one of them.
+        instead: what it should do.
+    Raises:
+        FunctionFailed: it returned something else, which nothing would read.
+    """
+    if returned is not None and not any(returned is one for one in given):
+        raise FunctionFailed(
+            f"{origin} returned {described(returned)}, which nothing reads", fix=instead
+        )
 
 
 def named(path: str, flag: str = "") -> str:
@@ -589,9 +605,11 @@ def user_function(path: str, flag: str = "") -> Callable[..., Any]:
     """
     fn = load_function(path)
 
+    origin = named(path, flag)
+
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with failures_of(named(path, flag)), running(path):
+        with failures_of(origin), kept(origin, with_seeds=True), running(path):
             return fn(*args, **kwargs)
 
     return call
@@ -608,7 +626,8 @@ async def call_user_function(path: str, *args: Any, flag: str = "", **kwargs: An
         flag: the function's flag, for messages.
     """
     fn = load_function(path)
-    with failures_of(named(path, flag)):
+    origin = named(path, flag)
+    with failures_of(origin), kept(origin):
         return await call_hook(fn, *args, what=path, **kwargs)
 
 
