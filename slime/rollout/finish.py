@@ -171,6 +171,8 @@ def _check_evaluation(data: Any, origin: str) -> None:
     fix = "return {name: {'rewards': [number, …], 'truncated': […], 'samples': […]}}"
     if not isinstance(data, dict):
         raise FunctionFailed(f"{origin} returned {described(data)} as its data", fix=fix)
+    if not data:
+        raise FunctionFailed(f"{origin} returned no data set", fix=fix)
     for name, values in data.items():
         rewards = as_list(values.get("rewards")) if isinstance(values, dict) else None
         if not isinstance(rewards, list):
@@ -187,6 +189,16 @@ def _check_evaluation(data: Any, origin: str) -> None:
             raise FunctionFailed(
                 f"{origin} returned samples of data set {name!r} that are no Sample", fix=fix
             )
+        for key in ("truncated", "samples"):
+            count = len(as_list(values.get(key)) or ())
+            if count not in (0, len(values["rewards"])):
+                raise FunctionFailed(
+                    f"{origin} returned {count} {key} for {len(values['rewards'])} rewards of data "
+                    f"set {name!r}",
+                    fix="give one entry per reward in each list",
+                )
+        if not values["rewards"]:
+            tell(logger, "%s returned no rewards for data set %r", origin, name, once=origin + name)
 
 
 def is_true(value: Any, origin: str) -> bool:

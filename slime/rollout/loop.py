@@ -56,6 +56,7 @@ from slime.rollout.user_rollouts import (
     check_age,
     check_groups,
     overridden_evaluation,
+    tell_of_other_sizes,
     validate_groups,
 )
 from slime.rollout.watchdog import Watchdog
@@ -321,6 +322,7 @@ class RolloutLoop:
             validate_groups(output.samples, origin)
             if custom is not None:
                 check_groups(output.samples, origin, self._vocab_size, self.args)
+                tell_of_other_sizes(output.samples, origin, self.config.rollout)
                 if self.config.sync.stale_samples != "correct":
                     check_age(output.samples, origin, versions)
             seconds = time.monotonic() - started

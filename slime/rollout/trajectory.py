@@ -19,6 +19,7 @@ import copy
 import inspect
 import time
 import uuid
+import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
@@ -301,6 +302,8 @@ class GroupRunner:
         self.num_hung = 0
         self.last_progress = time.monotonic()
         self._hooks_turn = asyncio.Lock()
+        # by id: a sample that users' code returned, and the trajectory that it became
+        self._returned: dict[int, tuple[weakref.ref[Sample], Trajectory]] = {}
         self._functions: dict[str, Any] = {}
 
     def _checked(self, path: str, protocol: type) -> Any:
@@ -574,6 +577,7 @@ class GroupRunner:
             aborting=self.state.client.aborting,
         )
         for sample in samples if trajectory.function else ():
+            self._check_own(sample, trajectory, origin)
             check_values(sample, origin, self.state.vocab_size, self.state.args)
             if not is_fan_out:
                 tell_of_other_prompt(sample, prompt, origin)
@@ -582,6 +586,22 @@ class GroupRunner:
         trajectory.samples = samples
         trajectory.fanned_out = is_fan_out
         trajectory.function = ""
+
+    def _check_own(self, sample: Sample, trajectory: Trajectory, origin: str) -> None:
+        """Check that users' code returned an object that no other trajectory has.
+
+        Raises:
+            UserError: it returned it before, for another sample.
+        """
+        known, owner = self._returned.get(id(sample), (None, trajectory))
+        if known is not None and known() is sample and owner is not trajectory:
+            raise UserError(
+                f"{origin} returned one object for sample {owner.prompt.index} and for sample "
+                f"{trajectory.prompt.index}",
+                why="both would be trained with the content of the last one",
+                fix="return the sample that was given, or a new one at each call",
+            )
+        self._returned[id(sample)] = (weakref.ref(sample), trajectory)
 
     async def _run_hooks(self, trajectory: Trajectory) -> None:
         optional = {"rollout_id": self.rollout_id, "evaluation": self.evaluation}
@@ -598,6 +618,7 @@ class GroupRunner:
                         hook, origin, self.state.args, sample, optional, self.hook_limit
                     )
                 with _blaming_users_code(trajectory):
+                    self._check_own(own, trajectory, origin)
                     check_values(own, origin, self.state.vocab_size, self.state.args)
                 keep_identity(own, trajectory.prompt, origin)
                 own.rollout_id = trajectory_id
@@ -702,6 +723,9 @@ async def apply_sample_hook(
         FunctionFailed: the hook hung, or returned something other than a sample, or a sample with
             inconsistent lengths.
     """
+    tokens = list(sample.tokens)
+    length = sample.response_length
+    status = sample.status
     with kept(origin):
         own = await call_hook(
             hook,
@@ -719,7 +743,37 @@ async def apply_sample_hook(
         own.validate(origin)
     except UserError as error:
         raise FunctionFailed.of(error) from error
+    if own.status is SampleStatus.PENDING:  # a new sample
+        own.status = status
+    _check_replaced(own, sample.index, tokens, length, origin)
     return own
+
+
+def _check_replaced(
+    own: Sample, index: int | None, tokens: list[int], length: int, origin: str
+) -> None:
+    """Check a sample that a hook made of one with ``tokens``, ``length`` of them its response.
+
+    Raises:
+        FunctionFailed: it has no tokens, is to be continued, or has other tokens in its response,
+            as many as before, behind another number of prompt tokens.
+    """
+    if own.status is SampleStatus.ABORTED or not own.tokens:
+        what = "with the status aborted" if own.tokens else "without tokens"
+        raise FunctionFailed(
+            f"{origin} returned sample {index} {what}",
+            why="a hook gets finished samples, and returns finished samples",
+            fix="change the sample that it is given, or return a copy",
+        )
+    is_shifted = own.response_length == length and len(own.tokens) != len(tokens)
+    if length and is_shifted and own.tokens[-length:] != tokens[-length:]:
+        raise FunctionFailed(
+            f"{origin} returned sample {index} with {len(own.tokens)} tokens instead of "
+            f"{len(tokens)}, and the same response_length {length}",
+            why="the last tokens are the response: those of loss_mask and rollout_log_probs "
+            "would be others",
+            fix="change response_length, loss_mask and rollout_log_probs with the tokens",
+        )
 
 
 @contextlib.contextmanager

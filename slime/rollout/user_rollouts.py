@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from slime.config.flag import option_of
+from slime.config.groups_rollout import RolloutConfig
 from slime.errors import UserError
 from slime.log import get_logger, tell
 from slime.rollout.validate_generate_output import check_distinct, check_values
@@ -89,8 +90,8 @@ async def call_with_groups(
 
 
 def checked_metrics(metrics: Any, origin: str) -> dict[str, Any] | None:
-    """The metrics that a function gave; a value that is not finite becomes NaN, with one warning
-    per name.
+    """The metrics that a function gave, as Python's numbers. A value that is not finite becomes
+    NaN, and one that is no number is left out, with one warning per name.
 
     Raises:
         FunctionFailed: they are not a dict with text keys.
@@ -100,11 +101,17 @@ def checked_metrics(metrics: Any, origin: str) -> dict[str, Any] | None:
     if not isinstance(metrics, dict) or not all(isinstance(name, str) for name in metrics):
         fix = "metrics are a dict: {'mine/name': number}"
         raise FunctionFailed(f"{origin} gave {described(metrics)} as its metrics", fix=fix)
-    found = dict(metrics)
+    found: dict[str, Any] = {}
     for name, value in metrics.items():
-        if is_number(value) and not is_finite(value):
+        said = ""
+        if not is_number(value):
+            said = "%s gives the metric %s, which is %s: it is left out, as it is no number"
+        elif not is_finite(value):
             found[name] = math.nan
             said = "%s gives the metric %s, which is %s: it is logged as not finite"
+        else:
+            found[name] = value if isinstance(value, (int, float)) else float(value)
+        if said:
             tell(logger, said, origin, name, shown(value), once=f"metric {name} {origin}")
     return found
 
@@ -152,6 +159,25 @@ def check_groups(groups: list[Group], origin: str, vocab_size: int | None, args:
         for sample in group.samples:
             check_values(sample, origin, vocab_size, args)
     check_distinct(groups, origin)
+
+
+def tell_of_other_sizes(groups: list[Group], origin: str, flags: RolloutConfig) -> None:
+    """Warn once if a user's rollout function returns other numbers than the flags say."""
+    sizes = {len(group.trajectories) for group in groups}
+    odd = sorted(sizes - {flags.n_samples_per_prompt})
+    found = []
+    if len(groups) != flags.rollout_batch_size:
+        found.append(
+            f"{len(groups)} groups, and --rollout-batch-size is {flags.rollout_batch_size}"
+        )
+    if odd:
+        found.append(
+            f"groups of {odd[0]} trajectories, and --n-samples-per-prompt is "
+            f"{flags.n_samples_per_prompt}"
+        )
+    for one in found:
+        said = "%s returned %s: all that it returned is trained on, in steps of --global-batch-size"
+        tell(logger, said, origin, one, once=f"sizes {origin} {one.partition(',')[0][-6:]}")
 
 
 def check_age(groups: list[Group], origin: str, versions: VersionWindow) -> None:

@@ -17,7 +17,7 @@ from slime.config.config import Config
 from slime.config.estimators import FACTS
 from slime.config.teachers import read_teachers, teacher_of
 from slime.errors import UserError
-from slime.log import get_logger
+from slime.log import get_logger, tell
 from slime.models import family_of, vocab_size_of
 from slime.models.flops import sequence_cost
 from slime.models.spec import read_hf_config
@@ -96,6 +96,9 @@ def to_batches_of_roles(
         check_preferences(columns.trajectory_ids, columns.rewards, preference)
     algorithm = config.algorithm
     mask_sums = columns.rollout_mask_sums()
+    if not any(map(any, columns.loss_masks)):
+        said = "rollout %d has no trained token: loss_mask or remove_sample leaves out %d samples"
+        tell(logger, said, rollout_id, len(columns.tokens), once="no trained token")
     if algorithm.loss_type == "policy_loss" and FACTS[algorithm.advantage_estimator].averages_group:
         mask_sums = columns.group_mask_means()
 
@@ -434,11 +437,14 @@ def _check_tokens(shard: TrainBatch, vocab_size: int | None) -> None:
         UserError: names the sample and the token.
     """
     for index, tokens in zip(shard.sample_indices, shard.tokens):
-        if (
-            vocab_size is not None
-            and tokens.numel()
-            and (largest := int(tokens.max())) >= vocab_size
-        ):
+        least, largest = map(int, tokens.aminmax())
+        if least < 0:
+            raise UserError(
+                f"the sample with index {index} has the token {least}",
+                why="ids of tokens count from 0",
+                fix="encode with the model's tokenizer; masks go into loss_mask, not into tokens",
+            )
+        if vocab_size is not None and largest >= vocab_size:
             raise UserError(
                 f"the sample with index {index} has the token {largest}, and the model has "
                 f"{vocab_size} tokens, from 0",

@@ -181,7 +181,8 @@ def tell_unless_sum(whole: Tensor, alone: Callable[[int], Any], count: int, orig
     try:
         with torch.no_grad():
             total = sum(float(alone(position)) for position in range(count))
-    except Exception:  # it may need several samples, or gradients
+    except Exception as error:  # it may need several samples, or gradients
+        logger.debug("%s was not compared with single samples: %r", origin, error)
         return
     value = float(whole.detach())
     largest = max(abs(value), abs(total))

@@ -1,7 +1,7 @@
 """Undo what users' functions change of the process that everything in it shares.
 
     working directory       relative paths of the run's own files would lead elsewhere
-    signal handlers         those of the run stop it cleanly
+    signal handlers         those of the run stop it cleanly; an alarm that is set would kill it
     torch's defaults        dtype, device, gradients: training would compute otherwise
     torch's random numbers  a seed set at each call would repeat the same dropout
 
@@ -47,12 +47,17 @@ def _set_handlers(handlers: tuple[Any, ...]) -> None:
             signal.signal(number, handler)
 
 
+def _set_alarm(is_set: bool) -> None:
+    if not is_set:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 def _torch() -> Any:
     return sys.modules.get("torch")
 
 
 @dataclass(frozen=True)
-class _Part:
+class SharedPart:
     """One thing that a process shares.
 
     Attributes:
@@ -70,47 +75,53 @@ class _Part:
 
 
 _PARTS = (
-    _Part(
+    SharedPart(
         "the working directory",
         "pass cwd= to a subprocess, and use absolute paths",
         _directory,
         _set_directory,
     ),
-    _Part(
+    SharedPart(
         "a signal handler",
         "run what needs one in a subprocess",
         lambda: tuple(map(signal.getsignal, _SIGNALS)),
         _set_handlers,
     ),
+    SharedPart(
+        "an alarm, which would kill it",
+        "leave signal.alarm out, and give what may hang a deadline",
+        lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0,
+        _set_alarm,
+    ),
 )
 _TORCH_PARTS = (
-    _Part(
+    SharedPart(
         "torch's default dtype",
         "give tensors their dtype",
         lambda: _torch().get_default_dtype(),
         lambda value: _torch().set_default_dtype(value),
     ),
-    _Part(
+    SharedPart(
         "torch's default device",
         "give tensors their device, or use `with torch.device(…)`",
         lambda: _torch().get_default_device(),
         lambda value: _torch().set_default_device(None if value.type == "cpu" else value),
         is_local=True,
     ),
-    _Part(
+    SharedPart(
         "whether torch computes gradients",
         "use `with torch.no_grad()`",
         lambda: _torch().is_grad_enabled(),
         lambda value: _torch().set_grad_enabled(value),
         is_local=True,
     ),
-    _Part(
+    SharedPart(
         "torch's precision of matrix products",
         "leave it as it is",
         lambda: _torch().get_float32_matmul_precision(),
         lambda value: _torch().set_float32_matmul_precision(value),
     ),
-    _Part(
+    SharedPart(
         "torch's deterministic algorithms",
         "pass --deterministic-mode, or leave it as it is",
         lambda: _torch().are_deterministic_algorithms_enabled(),
@@ -149,9 +160,7 @@ class _Snapshot:
             if part.read() != before:
                 found.append((part.what, part.instead))
                 if undo:
-                    with contextlib.suppress(
-                        ValueError
-                    ):  # handlers, in another than the main thread
+                    with contextlib.suppress(ValueError):  # handlers, outside the main thread
                         part.write(before)
         now = os.environ
         odd = [name for name, value in self._environment.items() if now.get(name) != value]
@@ -174,6 +183,8 @@ _before: list[_Snapshot] = []
 """The state before the first of the functions that run; at most one."""
 _since: dict[str, None] = {}
 """The functions that have run since."""
+_told: dict[str, set[str]] = {}
+"""What has changed → the functions that a warning has named."""
 
 
 @contextlib.contextmanager
@@ -197,15 +208,17 @@ def kept(origin: str, *, with_seeds: bool = False) -> Iterator[None]:
     finally:
         with _lock:
             _running.remove(origin)
-            names = " or ".join(_since)
+            names = list(_since)
             changes = _before[0].changes(undo=not _running)
         for what, instead in changes:
-            tell(
-                logger,
-                "%s has changed %s, which the whole process shares%s: %s",
-                names,
-                what,
-                "" if "environment" in what else "; it is set back",
-                instead,
-                once=f"process state {origin} {what}",
-            )
+            told = _told.setdefault(what, set())
+            if told.isdisjoint(names):  # else one of them may have done it again
+                tell(
+                    logger,
+                    "%s has changed %s, which the whole process shares%s: %s",
+                    " or ".join(names),
+                    what,
+                    "" if "environment" in what else "; it is set back",
+                    instead,
+                )
+            told.update(names)
