@@ -22,7 +22,7 @@ _WORDS = {
     **dict.fromkeys(("false", "0", "no", "off"), False),
 }
 #: Words of Python, YAML and other systems for an unset value.
-_UNSET = ("none", "null", "nil", "~")
+_UNSET = ("none", "null", "nil")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 #: Flags whose values are any text: strings that end an answer, regular expressions, and names of
 #: keys in the user's data.

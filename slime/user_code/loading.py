@@ -305,6 +305,43 @@ def check_signature(fn: Any, protocol: type, path: str) -> None:
             why=f"its signature is {signature}: {error}",
             fix=f"give it these parameters; see slime.user_code.hooks.{protocol.__name__}",
         ) from error
+    _check_order(signature, positional, path)
+
+
+#: Parameters of reward functions of other systems → the system.
+_FOREIGN = {
+    "completions": "TRL",
+    "completion_ids": "TRL",
+    "prompts": "TRL",
+    "solution_str": "verl",
+    "ground_truth": "verl",
+}
+
+
+def _check_order(signature: inspect.Signature, wanted: list[str], path: str) -> None:
+    """Check that parameters with the names of the protocol are in its order, as they are passed by
+    position, and that none has the name of another system's.
+
+    Raises:
+        UserError: the function would take one argument for another.
+    """
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in signature.parameters.values() if p.kind in kinds][: len(wanted)]
+    call = f"'{path}' is called as ({', '.join(wanted)}), and its signature is {signature}"
+    for name, passed in zip(names, wanted):
+        if name != passed and name in wanted:
+            raise UserError(
+                call,
+                why=f"its '{name}' would be the {passed}: arguments are passed by position",
+                fix="put its parameters into this order",
+            )
+        if name in _FOREIGN:
+            raise UserError(
+                call,
+                why=f"'{name}' is a parameter of {_FOREIGN[name]}'s functions, and would be the "
+                f"{passed}",
+                fix=f"take ({', '.join(wanted)}); a Sample has prompt, response and label",
+            )
 
 
 def check_class(cls: Any, base: type, path: str) -> None:
@@ -609,7 +646,7 @@ def user_function(path: str, flag: str = "") -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with failures_of(origin), kept(origin, with_seeds=True), running(path):
+        with failures_of(origin), kept(origin, in_training=True), running(path):
             return fn(*args, **kwargs)
 
     return call

@@ -294,7 +294,7 @@ def test_what_a_process_shares_is_set_back_and_told_once(
     do, said = LEFT_BEHIND[change]
     before = state_of_process()
     for _ in range(2):
-        with kept("'mine.f' (--flag)", with_seeds=True):
+        with kept("'mine.f' (--flag)", in_training=True):
             do()
         assert state_of_process() == before
     [line] = caplog.messages
@@ -306,7 +306,7 @@ def test_draws_and_new_variables_are_the_functions_own(
 ) -> None:
     monkeypatch.setenv("SLIME_TEST_OLD", "1")
     before = torch.get_rng_state()
-    with kept("f", with_seeds=True):
+    with kept("f", in_training=True):
         torch.rand(())
         monkeypatch.setenv("SLIME_TEST_NEW", "1")
     assert not torch.equal(torch.get_rng_state(), before) and not caplog.messages

@@ -107,7 +107,8 @@ class TrainerProcess:
             flag = option_of(name)
             returned = user_function(path, flag)(self.functions.args, *args)
             instead = "change the model in place, and return nothing"
-            check_returns_nothing(returned, args, named(path, flag), instead)
+            given = (self.functions.args, *args)
+            check_returns_nothing(returned, given, named(path, flag), instead)
 
     # -- what others ask ---------------------------------------------------------------------------
 
