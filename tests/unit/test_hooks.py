@@ -367,7 +367,7 @@ def test_dynamic_filter_wraps_bare_bools() -> None:
             keep=False
         )
         full = DynamicFilterOutput(False, "why", True)
-        assert await call_dynamic_filter(lambda a, s: full, None, []) is full
+        assert await call_dynamic_filter(lambda a, s: full, None, []) == full
 
     asyncio.run(run())
 
