@@ -298,6 +298,10 @@ def _entries_of_yaml(path: Path) -> Iterator[dict[str, Any]]:
         for key in sorted(_PER_SET_ONLY):
             if not entry.get(key):
                 raise UserError(f"{where}: it has no {key}", fix=f"add '{key}: …'")
+            if isinstance(entry[key], bool) or not isinstance(entry[key], (str, int)):
+                raise UserError(
+                    f"{where}: its {key} is read as {entry[key]!r}", fix="write it in quotes"
+                )
         data = local_data(str(entry["path"]), download=False)
         yield {**defaults, **entry, "name": str(entry["name"]), "path": data}
 

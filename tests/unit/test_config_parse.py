@@ -215,6 +215,15 @@ def test_custom_config_is_applied_before_derivation_and_wins(tmp_path: Path) -> 
     assert config.extra == {"my_plugin_depth": 3} and config.flat().my_plugin_depth == 3
 
 
+def test_a_flag_that_a_file_replaces_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "custom.yaml"
+    path.write_text("lr: 1e-6\nrollout_batch_size: 4")
+    config = make_config(lr=1e-5, rollout_batch_size=4, custom_config_path=str(path))
+    assert config.megatron.lr == 1e-6
+    assert [line for line in config.warnings if "--lr 1e-05 has no effect" in line]
+    assert not [line for line in config.warnings if "rollout-batch-size" in line]
+
+
 def test_custom_config_with_a_misspelt_flag(tmp_path: Path) -> None:
     path = tmp_path / "custom.yaml"
     path.write_text("globl_batch_size: 8\n")
