@@ -358,8 +358,9 @@ class RolloutLog(Protocol):
     in their place.
 
     If it returns True, the default metrics are not logged; False or None log them. ``samples`` is
-    the whole batch, flat; ``extra_metrics`` holds the rollout's counters, and entries that the function adds are logged
-    with the default metrics; ``rollout_time`` is in seconds. Supervised rollouts call it, too.
+    the whole batch, flat; ``extra_metrics`` holds the rollout's counters, and entries that the
+    function adds are logged with the default metrics; ``rollout_time`` is in seconds. Supervised
+    rollouts call it, too.
 
     Example:
         >>> def log_lengths(rollout_id, args, samples, extra_metrics, rollout_time):
