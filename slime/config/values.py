@@ -108,6 +108,8 @@ def check_number(spec: FlagSpec, value: Any, where: str = "") -> None:
 
 
 def _convert_one(spec: FlagSpec, value: Any, where: str) -> Any:
+    if spec.kind == "str" and isinstance(value, float) and not spec.sections:
+        raise _wrong(spec, value, where, "a number may have been written otherwise, as 1.10")
     try:
         typed = _typed(spec.kind, value)
     except (ValueError, TypeError, SyntaxError, OverflowError) as error:

@@ -758,8 +758,9 @@ def _check_replaced(
         FunctionFailed: it has no tokens, is to be continued, or has other tokens in its response,
             as many as before, behind another number of prompt tokens.
     """
-    if own.status is SampleStatus.ABORTED or not own.tokens:
-        what = "with the status aborted" if own.tokens else "without tokens"
+    is_empty = bool(tokens) and not own.tokens
+    if own.status is SampleStatus.ABORTED or is_empty:
+        what = "without tokens" if is_empty else "with the status aborted"
         raise FunctionFailed(
             f"{origin} returned sample {index} {what}",
             why="a hook gets finished samples, and returns finished samples",

@@ -334,7 +334,7 @@ def _reduce_policy_loss(
         )
         return of_sample(token_loss[at].detach())
 
-    if functions.compares(REDUCER, inputs.lengths):
+    if functions.compares(REDUCER, inputs.lengths, config):
         tell_unless_sum(loss, alone, len(lengths), origin)
     return loss * inputs.sample_weight
 
@@ -377,7 +377,7 @@ def _custom_loss(
     with given.without_backward(origin):
         returned = call(scores.log_probs, scores.logits, inputs)
     loss, metrics = loss_and_metrics(returned, given, inputs.masks, origin)
-    if functions.compares(LOSS, inputs.lengths):
+    if functions.compares(LOSS, inputs.lengths, config):
         tell_unless_sum(loss, alone, len(inputs.samples), origin)
     return loss * inputs.sample_weight, {
         name: value * inputs.sample_weight for name, value in metrics.items()

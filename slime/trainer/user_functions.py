@@ -54,14 +54,17 @@ class UserFunctions:
     reducer: Callable[..., Any] | None
     _compared: set[str] = field(default_factory=set)
 
-    def compares(self, flag: str, lengths: Tensor) -> bool:
+    def compares(self, flag: str, lengths: Tensor, config: Config) -> bool:
         """Whether the function of ``flag`` is to be compared with its values for single samples: at
-        its first micro-batch of several.
+        its first micro-batch of several. Not where ranks have parts of samples: some may have no
+        token of one, and collectives in the function would not match.
 
         Args:
             lengths: response tokens of each sample.
         """
         if flag in self._compared or len(lengths) < 2 or not bool((lengths > 0).all()):
+            return False
+        if config.megatron.context_parallel_size > 1:
             return False
         self._compared.add(flag)
         return True
@@ -159,7 +162,7 @@ def rollout_data(batch: TrainBatch, data: RolloutTensors) -> dict[str, Any]:
 
 def _tell_of_no_tokens(masks: list[Tensor], before: list[Tensor], origin: str) -> None:
     """Warn if a function masks every trained token of this rank."""
-    if any(mask.any() for mask in before) and not any(mask.any() for mask in masks):
+    if masks and torch.cat(before).any() and not torch.cat(masks).any():
         tell(
             logger,
             "%s masks every token of the %d samples of a rank: it trains on nothing",

@@ -447,8 +447,11 @@ def check_log_probs(
     Raises:
         FunctionFailed: one is.
     """
-    for index, value, mask in zip(indices, values, masks):
-        if value.numel() and (largest := float((value * (mask != 0)).max())) > LARGEST_LOG_PROB:
+    trained = [value.where(mask != 0, 0.0) for value, mask in zip(values, masks)]
+    if not trained or not bool((torch.cat(trained) > LARGEST_LOG_PROB).any()):
+        return
+    for index, value in zip(indices, trained):
+        if value.numel() and (largest := float(value.max())) > LARGEST_LOG_PROB:
             raise FunctionFailed(
                 f"{what} with {largest:g} in the sample with index {index}",
                 why="the logarithm of a probability is not above 0",
