@@ -261,8 +261,8 @@ def test_a_file_of_roles_wins_over_flags(tmp_path: Path) -> None:
     assert (config.cluster.actor_num_nodes, critic.critic_num_nodes, critic.num_gpus) == (2, 2, 4)
     assert critic.critic_tensor_model_parallel_size == 2
     idle = [warning for warning in config.warnings if "has no effect" in warning]
-    assert len(idle) == 2 and "save of the critic" in idle[0]
-    assert f"--lr 1.0 has no effect: {path} sets it to 1e-06" in idle[1]
+    assert len(idle) == 2 and "save of the critic" in idle[1]
+    assert f"--lr 1.0 has no effect: {path} sets it to 1e-06" in idle[0]
 
 
 @pytest.mark.parametrize(
