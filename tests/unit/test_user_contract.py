@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
+import os
 import threading
 from collections.abc import Callable
 from decimal import Decimal
@@ -54,6 +55,7 @@ from slime.samples.types import Group, Sample, SampleStatus, TokenSpan
 from slime.trainer.non_finite import NonFiniteTraining
 from slime.trainer.records import RolloutTensors
 from slime.trainer.user_functions import change_rollout, functions_before_loss
+from slime.user_code import process_state
 from slime.user_code.hooks import (
     DynamicFilterOutput,
     RolloutFnEvalOutput,
@@ -293,6 +295,19 @@ def test_notes_on_a_sample_may_be_changed(kind: str, change: str) -> None:
     _, name, call = KINDS[kind]
     DO[:] = [ALLOWED[change]]
     call([finished(0), finished(1)], ME + name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_function_leaves_the_working_directory(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process_state, "_told", {})
+    flag, name, call = KINDS[kind]
+    DO[:] = [lambda sample: os.chdir("/")]
+    before = os.getcwd()
+    call([finished(0), finished(1)], ME + name)
+    assert os.getcwd() == before
+    assert f"'{ME}{name}' ({flag}) has changed the working directory" in caplog.text
 
 
 ODD_NOTES: dict[str, tuple[str, Callable[[Sample], Any]]] = {
