@@ -54,6 +54,8 @@ INDEX
 
 - **Arguments.** Parameters without a default are always passed. Parameters with a default are passed by name, and only to
   functions that accept them; `**kwargs` accepts all. `args` has every flag as an attribute (`args.rollout_batch_size`).
+  All hooks of a process share it, and may keep attributes of their own on it. Assigning a flag is an error, as the run
+  would not notice; to call a function with other flags, change `copy.copy(args)`.
 - **Sync or async.** Hooks of the rollout may be either, unless their section says otherwise; sync functions run in
   threads. Reward functions run several at once, other sync hooks one at a time. Hooks of the batch and of the trainer
   are sync, except filters at the end of a rollout and log functions, which may be either.
@@ -75,6 +77,14 @@ FROZEN_FIELDS.
 
 A hook that changes a frozen field, in place or by assignment, is an error that names flag, path, field, and the value
 before and after. So is one that sets another field to something unusable, such as `metadata = None`.
+
+An attribute whose name is nearly that of a field, or is another system's (`sample.log_probs`), is warned of. A hook
+whose result nothing reads is refused if it returns something: filters at the end of a rollout, functions that assign
+`rollout_data`, and functions around the trainer's phases.
+
+What all code of a process shares is set back when a hook has returned, with one warning: the working directory, signal
+handlers, alarms, torch's default dtype and device, whether it computes gradients, and, in the trainer, its seed. A changed
+variable of the environment stays, with a warning.
 
 ### Requests to the engines
 

@@ -127,6 +127,7 @@ def violations(draft: Draft) -> Iterator[UserError]:
         _debug,
         _profile,
         _names,
+        _environment,
         _layer_spec,
         *checks_train.STEPS,
     ):
@@ -523,6 +524,18 @@ def _names(draft: Draft) -> None:
                 why="the run folder is --output-dir/--run-name, one level deep, where TensorBoard "
                 "finds all runs; folders of a stage are inside it",
                 fix=f"leave the slash out; {fix}",
+            )
+
+
+def _environment(draft: Draft) -> None:
+    for name, value in draft["train_env_vars"].items():
+        if isinstance(value, bool) or not isinstance(value, (str, int)):
+            raise UserError(
+                f"--train-env-vars sets {name} to {value!r}, which is neither text nor a whole "
+                "number",
+                why="variables are text, and it is not clear which: YAML reads on as True, and "
+                "1.10 as 1.1",
+                fix=f'write it in quotes: {{"{name}": "…"}}',
             )
 
 

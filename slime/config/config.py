@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import difflib
+import functools
 import json
 import os
 from dataclasses import dataclass, field
@@ -52,8 +53,7 @@ class MissingFlag(AttributeError):
 
 
 class FlatArgs(argparse.Namespace):
-    """A mutable namespace of all flags. It is a copy: hooks see what other hooks set on it, and
-    the `Config` does not change.
+    """A mutable namespace of all flags. It is a copy: the `Config` does not change.
 
     Example:
         >>> args = config.flat()
@@ -71,6 +71,99 @@ class FlatArgs(argparse.Namespace):
         if name.startswith("__"):
             raise AttributeError(name)
         raise MissingFlag(name, vars(self))
+
+
+class SharedArgs(FlatArgs):
+    """The ``args`` that all hooks of a process share. Hooks may keep attributes of their own on it;
+    changing a flag raises, because the run would not notice. Copies can be changed."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        for name, value in vars(self).items():
+            if name in all_flags() and type(value) in _SEALED:
+                vars(self)[name] = _SEALED[type(value)](value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = vars(self)
+        if name in known and name in all_flags():
+            if type(value) is not type(known[name]) or value != known[name]:
+                raise _unchangeable(f"args.{name} = {value!r:.60}", name)
+            return
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in all_flags():
+            raise _unchangeable(f"del args.{name}", name)
+        super().__delattr__(name)
+
+    def __copy__(self) -> FlatArgs:
+        twin = FlatArgs()
+        vars(twin).update(
+            (name, copy.copy(value) if isinstance(value, (_SealedList, _SealedDict)) else value)
+            for name, value in vars(self).items()
+        )
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatArgs:
+        return FlatArgs(copy.deepcopy(dict(vars(self)), memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FlatArgs, (dict(vars(self)),)
+
+
+def _unchangeable(what: str, name: str = "") -> UserError:
+    from slime.user_code.loading import FunctionFailed
+
+    flag = f"--{name.replace('_', '-')}" if name else "the flag"
+    return FunctionFailed(
+        f"{what} changes a flag of the run, which would have no effect",
+        why="args is a copy of the run's flags, which the other processes and slime's own code do "
+        "not read",
+        fix=f"pass {flag} on the command line; to call a function with other flags, change "
+        "copy.copy(args); attributes of your own can be set",
+    )
+
+
+def _refusing(name: str) -> Any:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise _unchangeable(f"{name} of the value of a flag in args ({list(self)!r:.60})")
+
+    return refuse
+
+
+class _SealedList(list[Any]):
+    """The value of a list flag in `SharedArgs`; ``list(value)`` can be changed."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[Any]:
+        return copy.deepcopy(list(self), memo)
+
+    def __copy__(self) -> list[Any]:
+        return list(self)
+
+
+class _SealedDict(dict[Any, Any]):
+    """The value of a flag of JSON in `SharedArgs`; ``dict(value)`` can be changed."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
+        return copy.deepcopy(dict(self), memo)
+
+    def __copy__(self) -> dict[Any, Any]:
+        return dict(self)
+
+
+for _name in ("append", "extend", "insert", "remove", "pop", "clear", "sort", "reverse",
+              "__setitem__", "__delitem__", "__iadd__", "__imul__"):  # fmt: skip
+    setattr(_SealedList, _name, _refusing(_name))
+for _name in ("update", "setdefault", "pop", "popitem", "clear",
+              "__setitem__", "__delitem__", "__ior__"):  # fmt: skip
+    setattr(_SealedDict, _name, _refusing(_name))
+_SEALED: dict[type, type] = {list: _SealedList, dict: _SealedDict}
 
 
 def _mutable(value: Any) -> Any:
@@ -164,6 +257,17 @@ class Config:
             for alias in spec.meta.aliases:
                 flat.setdefault(alias.replace("-", "_"), value)
         return FlatArgs({**flat, **self.extra})
+
+    @functools.cached_property
+    def shared_args(self) -> SharedArgs:
+        """``args`` for the hooks of this process: `flat`, whose flags cannot be changed. What one
+        hook sets on it, others find."""
+        return SharedArgs(vars(self.flat()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(vars(self))
+        state.pop("shared_args", None)  # users' objects on it belong to this process
+        return state
 
     def for_hiding(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the arguments of `slime.redact.remember`: the flags, and ``extra``."""

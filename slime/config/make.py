@@ -211,7 +211,14 @@ def _add_file(
     if path is None:
         return
     try:
-        given.update(read(path, errors))
+        found = read(path, errors)
+        for dest, value in found.values.items():
+            if given.origins.get(dest) == "flag" and given.values[dest] != value:
+                given.warnings.append(
+                    f"{option_of(dest)} {given.values[dest]} has no effect: {path} sets it to "
+                    f"{value}, and files of this kind win over flags"
+                )
+        given.update(found)
     except UserError as error:
         if errors is None:
             raise

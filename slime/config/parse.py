@@ -17,6 +17,7 @@ from slime.config.flag import FlagSpec, option_of
 from slime.config.flags import Spelling, nearest, spellings, unknown_name
 from slime.config.other_systems import other_name
 from slime.config.values import convert
+from slime.config.yaml_files import is_empty, load, load_as_written, text_of
 from slime.errors import UserError
 
 #: A setting of Hydra: actor_rollout_ref.actor.optim.lr=1e-6, +data.x=1
@@ -27,6 +28,8 @@ _HYDRA = re.compile(
 )
 #: A flag behind one dash, or behind those that word processors make of two.
 _OTHER_DASHES = re.compile(r"(?:-|-?[\u2010-\u2015\u2212]-?)([A-Za-z][\w-]*)")
+#: Flags that name configuration files.
+_FILES = ("config", "custom_config_path", "megatron_config_path")
 _OPTION = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 
 
@@ -88,7 +91,37 @@ def _read_flag(
             f"--{name}={inline} is followed by {words[0]!r}, which belongs to no flag",
             fix=f"quote a value that has spaces in it, or remove {words[0]!r}",
         )
+    before = dict(given.values)
     _apply(given, f"--{name}", spelling, words, is_inline=inline is not None)
+    spec = spelling.spec
+    if spec is None or spec.meta.append or before.get(spec.dest) in (None, given.values[spec.dest]):
+        return
+    if spec.dest in _FILES or (spec.many and inline is None):
+        _note_override(given, spec.dest, before[spec.dest])
+
+
+def _note_override(given: UserFlags, dest: str, before: Any) -> None:
+    """Warn that a list was given before, which has no effect.
+
+    Raises:
+        UserError: the values are configuration files, whose flags would be lost.
+    """
+    option = option_of(dest)
+    now = given.values[dest]
+    if dest in _FILES:
+        raise UserError(
+            f"{option} is given twice: {before} and {now}",
+            why="one file is read",
+            fix="put the flags of both into one file, or pass those of one as flags",
+        )
+    given.warnings.append(
+        f"{option} is given more than once: {_words(now)} replaces {_words(before)}; "
+        f"{option}=… adds a value"
+    )
+
+
+def _words(values: Any) -> str:
+    return " ".join(map(str, values))
 
 
 def _apply(
@@ -130,6 +163,14 @@ def _apply(
                 fix="quote a value that has spaces in it",
             )
         given.set(spec.dest, convert(spec, words[0]), "flag")
+        _note_empty(given, spec)
+
+
+def _note_empty(given: UserFlags, spec: FlagSpec) -> None:
+    """Warn of empty text, as of a shell's unset variable."""
+    is_off = spec.dest == "save"  # nothing is saved
+    if spec.optional and not spec.sections and given.values[spec.dest] == "" and not is_off:
+        given.warnings.append(f"{spec.option} is empty, which leaves it unset")
 
 
 def _no_value(option: str, words: list[str], spec: FlagSpec | None = None) -> None:
@@ -180,29 +221,16 @@ def _stray(word: str) -> UserError:
     )
 
 
-class _NoDuplicates(yaml.SafeLoader):
-    """A loader that refuses duplicate keys, of which YAML would keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            name = str(key.value).replace("-", "_")
-            if name in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value} comes twice", key.start_mark
-                )
-            seen.add(name)
-        return super().construct_mapping(node, deep)
-
-
-def read_yaml(path: str, flag: str) -> dict[str, Any]:
-    """The top-level mapping of a YAML file.
+def read_yaml(path: str, flag: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The top-level mapping of a YAML file: as it is read, and with all scalars as text.
 
     Raises:
         UserError: the file cannot be read, is not YAML, or is not a mapping.
     """
     try:
-        data = yaml.load(Path(path).read_text(encoding="utf-8"), _NoDuplicates)
+        text = Path(path).read_text(encoding="utf-8-sig")
+        data = load(text)
+        written = load_as_written(text)
     except OSError as error:
         raise UserError(
             f"{flag} {path}: cannot be read",
@@ -216,14 +244,17 @@ def read_yaml(path: str, flag: str) -> dict[str, Any]:
             fix="write one 'name: value' per line, in UTF-8, with spaces instead of tabs",
         ) from error
     if data is None:
-        return {}
+        return {}, {}
     if not isinstance(data, dict):
         raise UserError(
             f"{flag} {path}: must be a mapping of flag names to values, not a "
             f"{type(data).__name__}",
             fix="write one 'name: value' per line, such as lr: 1e-6",
         )
-    return {str(key): value for key, value in data.items()}
+    return (
+        {str(key): value for key, value in data.items()},
+        {str(key): value for key, value in zip(data, written.values())},
+    )
 
 
 def read_config_file(path: str, errors: list[UserError] | None = None) -> UserFlags:
@@ -235,7 +266,8 @@ def read_config_file(path: str, errors: list[UserError] | None = None) -> UserFl
         UserError: a key is not a flag (names the closest), or sets another configuration file.
     """
     given = UserFlags()
-    for key, value in read_yaml(path, "--config").items():
+    content, written = read_yaml(path, "--config")
+    for key, value in content.items():
         if isinstance(value, dict) and key.replace("_", "-") not in spellings():
             example = f": {next(iter(value))}: …" if value else ""
             refused = UserError(
@@ -246,7 +278,7 @@ def read_config_file(path: str, errors: list[UserError] | None = None) -> UserFl
             _report(refused, errors)
             continue
         try:
-            _set_key(given, key, value, f"yaml {path}", f"{path}: ")
+            _set_key(given, key, value, f"yaml {path}", f"{path}: ", written[key])
         except UserError as error:
             _report(error, errors)
     _refuse_files(given, path, "config")
@@ -268,11 +300,12 @@ def read_custom_config(path: str, errors: list[UserError] | None = None) -> User
         UserError: a key is a misspelt flag, or sets another configuration file.
     """
     given = UserFlags()
-    for key, value in read_yaml(path, "--custom-config-path").items():
+    content, written = read_yaml(path, "--custom-config-path")
+    for key, value in content.items():
         dashed = key.replace("_", "-")
         if dashed in spellings():
             try:
-                _set_key(given, key, value, f"yaml {path}", f"{path}: ")
+                _set_key(given, key, value, f"yaml {path}", f"{path}: ", written[key])
             except UserError as error:
                 _report(error, errors)
             continue
@@ -286,7 +319,7 @@ def read_custom_config(path: str, errors: list[UserError] | None = None) -> User
             )
             continue
         given.extra[key] = value
-    _refuse_files(given, path, "config", "custom_config_path", "megatron_config_path")
+    _refuse_files(given, path, *_FILES)
     return given
 
 
@@ -327,7 +360,8 @@ def read_role_file(path: str, errors: list[UserError] | None = None) -> UserFlag
             flag or must not differ between policy and critic.
     """
     given = UserFlags()
-    entries = read_yaml(path, "--megatron-config-path").get("megatron")
+    content, as_written = read_yaml(path, "--megatron-config-path")
+    entries = content.get("megatron")
     if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
         raise UserError(
             f"{path}: the key 'megatron' must hold a list of roles",
@@ -339,15 +373,15 @@ def read_role_file(path: str, errors: list[UserError] | None = None) -> UserFlag
             f"{path}: the roles are {', '.join(roles)}",
             fix="write at most one entry with `role: actor` and one with `role: critic`",
         )
-    for role, entry in zip(roles, entries, strict=True):
+    for role, entry, texts in zip(roles, entries, as_written["megatron"], strict=True):
         for key, value in entry.items():
             if key in _PLACES:
-                _set_key(given, f"{role}_{key}", value, f"yaml {path}", f"{path}: ")
+                _set_key(given, f"{role}_{key}", value, f"yaml {path}", f"{path}: ", texts[key])
             elif key in ("overrides", "args"):
-                _read_role(given, path, role, value or {}, errors)
+                _read_role(given, path, role, value or {}, texts[key], errors)
             elif key not in ("name", "role"):
                 _report(UserError(f"{path}: '{key}' of the {role} is unknown"), errors)
-    _refuse_files(given, path, "config", "custom_config_path", "megatron_config_path")
+    _refuse_files(given, path, *_FILES)
     return given
 
 
@@ -356,10 +390,17 @@ def _read_role(
     path: str,
     role: str,
     overrides: dict[str, Any],
+    written: Any,
     errors: list[UserError] | None,
 ) -> None:
+    if not isinstance(overrides, dict):
+        fix = "write `overrides: {lr: 1.0e-6}`"
+        _report(
+            UserError(f"{path}: overrides of the {role} are {overrides!r:.80}", fix=fix), errors
+        )
+        return
     for key, value in overrides.items():
-        dest = key.replace("-", "_")
+        dest = str(key).replace("-", "_")
         if role == "critic" and dest == "save":
             given.warnings.append(f"{path}: save of the critic has no effect: {_SAVED}")
             continue
@@ -371,7 +412,7 @@ def _read_role(
                     "differ",
                 )
             dest = _CRITIC_FLAGS[dest] if role == "critic" else dest
-            _set_key(given, dest, value, f"yaml {path}", f"{path}: ")
+            _set_key(given, dest, value, f"yaml {path}", f"{path}: ", written[key])
         except UserError as error:
             _report(error, errors)
 
@@ -399,25 +440,56 @@ def _differ_by_little(one: str, other: str) -> bool:
     )
 
 
-def _set_key(given: UserFlags, key: str, value: Any, origin: str, where: str) -> None:
-    """Set a flag by any of its spellings; None leaves it unset."""
+#: Says that a value has no other text than itself.
+_SAME = object()
+
+
+def _set_key(
+    given: UserFlags, key: str, value: Any, origin: str, where: str, written: Any = _SAME
+) -> None:
+    """Set a flag by any of its spellings; None leaves it unset.
+
+    Args:
+        written: the value as a file has it (`slime.config.yaml_files.load_as_written`).
+    Raises:
+        UserError: there is no such flag, the value is wrong or missing, or another spelling has set
+            the flag to something else.
+    """
     spelling = spellings().get(key.replace("_", "-"))
     if spelling is None:
-        raise unknown_name(key.replace("_", "-"), where)
+        raise unknown_name(key.replace("_", "-").lstrip("-"), where)
+    spec = spelling.spec
+    if written is not _SAME and is_empty(value, written):
+        if spec is None or not spec.value_optional:
+            is_switch = spec is None or spec.kind == "bool"
+            fix = f"write {key}: true" if is_switch else "give it one, or leave the line out"
+            raise UserError(f"{where}{key} has no value", fix=fix)
+        given.set(spec.dest, None, origin)
+        return
     if value is None:
         return
-    spec = spelling.spec
     if spec is None:
         if value is not True:
             raise UserError(f"{where}{key} takes no value but true")
-        for dest, fixed in spelling.sets:
-            given.set(dest, fixed, origin)
+        sets = dict(spelling.sets)
     elif spelling.negated and spec.kind != "bool":
-        given.set(spec.dest, "", origin)
-    elif spelling.negated:
-        given.set(spec.dest, not convert(spec, value, where), origin)
+        sets = {spec.dest: ""}
     else:
-        given.set(spec.dest, convert(spec, value, where), origin)
+        if spec.kind == "str" and written is not _SAME:
+            value = text_of(value, written)
+        typed = convert(spec, value, where)
+        sets = {spec.dest: (not typed) if spelling.negated else typed}
+    for dest, typed in sets.items():
+        if dest in given.values and given.values[dest] != typed:
+            raise UserError(
+                f"{where}{key} contradicts another line, which sets {option_of(dest)} to "
+                f"{given.values[dest]}",
+                why="two names of one flag are given",
+                fix="remove one of them",
+            )
+        given.set(dest, typed, origin)
+    if spec is not None:
+        _note_empty(given, spec)
 
 
 def given_by_name(flags: dict[str, Any]) -> UserFlags:

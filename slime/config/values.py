@@ -13,9 +13,21 @@ from typing import Any
 from slime.config.flag import FlagSpec
 from slime.errors import UserError
 
-#: A path that begins with a variable: $HOME/x, ${DATA}/x
-_VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})/")
-_WORDS = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
+#: A variable of a shell or of OmegaConf, alone or as a part of a path: $HOME/x, a/$RUN/b, ${X}.
+_VARIABLE = re.compile(r"(?:^|(?<=/))\$[A-Za-z_]\w*(?=/|$)|\$\{[^}]*\}|\{\{.*\}\}")
+#: Home folders: ~, ~/x, ~name/x
+_HOME = re.compile(r"~\w*(?=/|$)")
+_WORDS = {
+    **dict.fromkeys(("true", "1", "yes", "on"), True),
+    **dict.fromkeys(("false", "0", "no", "off"), False),
+}
+#: Words of Python, YAML and other systems for an unset value.
+_UNSET = ("none", "null", "nil")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+#: Flags whose values are any text: strings that end an answer, regular expressions, and names of
+#: keys in the user's data.
+_ANY_TEXT = re.compile(r"(?:rollout|eval)_stop|\w+_params_name_list|(?!wandb)\w+_key")
+_SIGNED_BASE = re.compile(r"[-+]?0[xXoObB]\w+")
 _KIND_NAMES = {
     "int": "a whole number",
     "float": "a number",
@@ -96,24 +108,24 @@ def check_number(spec: FlagSpec, value: Any, where: str = "") -> None:
 
 
 def _convert_one(spec: FlagSpec, value: Any, where: str) -> Any:
+    if spec.kind == "str" and isinstance(value, float) and not spec.sections:
+        raise _wrong(spec, value, where, "a number may have been written otherwise, as 1.10")
     try:
         typed = _typed(spec.kind, value)
     except (ValueError, TypeError, SyntaxError, OverflowError) as error:
         if spec.meta.refused:
             return value  # the flag's refusal explains more than an error about the type
         raise _wrong(spec, value, where, str(error) if spec.kind == "json" else "") from error
-    if isinstance(typed, str) and _VARIABLE.match(typed):
-        raise UserError(
-            f"{where}{spec.option} begins with a variable: {_shown(typed)}",
-            why="only a shell replaces variables, and not in single quotes or in a file",
-            fix="write the path itself",
-        )
+    if isinstance(typed, str) and not spec.choices and typed:
+        _check_text(spec, typed, where)
+        if _HOME.match(typed) and not _ANY_TEXT.fullmatch(spec.dest):
+            typed = os.path.expanduser(typed)  # neither --save=~/x nor a file does
     if spec.kind == "json" and not spec.sections and not isinstance(typed, dict):
         raise _wrong(spec, value, where, 'it must be an object, {"key": value}')
     if spec.choices and typed not in spec.choices:
         choices = [str(choice) for choice in spec.choices if choice not in spec.meta.refused_values]
         shown = ", ".join(choices)
-        near = difflib.get_close_matches(str(typed), choices, n=1, cutoff=0.75)
+        near = difflib.get_close_matches(str(typed).lower(), choices, n=1, cutoff=0.75)
         fix = f"did you mean {near[0]}?" if near else f"choose one of: {shown}"
         raise UserError(
             f"{where}{spec.option} cannot be {_shown(value)}",
@@ -123,30 +135,76 @@ def _convert_one(spec: FlagSpec, value: Any, where: str) -> Any:
     return typed
 
 
+def _check_text(spec: FlagSpec, text: str, where: str) -> None:
+    """Check a path, a name or an address.
+
+    Raises:
+        UserError: it is a word for an unset value, has a variable that nothing replaces, a control
+            character, or quotes or blanks around it.
+    """
+    if spec.optional and not spec.sections and text.strip().lower() in _UNSET:
+        raise UserError(
+            f"{where}{spec.option} is {_shown(text)}, which would be taken as a name",
+            fix="leave it out, which leaves it unset",
+        )
+    if _ANY_TEXT.fullmatch(spec.dest):
+        return
+    if _VARIABLE.search(text):
+        raise UserError(
+            f"{where}{spec.option} has a variable in it: {_shown(text)}",
+            why="only a shell replaces variables, and not in single quotes or in a file",
+            fix="write the path itself" if "/" in text else "write the value itself",
+        )
+    if spec.sections:  # other programs' flags may take any text
+        return
+    if odd := _CONTROL.search(text):
+        raise UserError(
+            f"{where}{spec.option} has the control character {odd[0]!r} in it: {_shown(text)}",
+            why="in double quotes, YAML and shells read \\n, \\t and others as such characters",
+            fix="write it in single quotes",
+        )
+    if text != text.strip() or (len(text) > 1 and text[0] == text[-1] and text[0] in "'\""):
+        raise UserError(
+            f"{where}{spec.option} has blanks or quotes around it: {_shown(text)}",
+            why="they would be a part of the name",
+            fix=f"write {bare}" if (bare := text.strip(" \t'\"")) else "write the name itself",
+        )
+
+
 def _typed(kind: str, value: Any) -> Any:
     if kind == "bool":
-        if isinstance(value, bool):
-            return value
-        if isinstance(value, str) and value.lower() in _WORDS:
-            return _WORDS[value.lower()]
+        word = value.lower() if isinstance(value, str) else str(value).lower()
+        if isinstance(value, (bool, int, str)) and word in _WORDS:
+            return _WORDS[word]
         raise ValueError
-    if isinstance(value, bool) and kind != "json":
+    if value is None or (isinstance(value, bool) and kind != "json"):
         raise ValueError
     if kind == "int":
         if isinstance(value, float) and not value.is_integer():
             raise ValueError
+        if isinstance(value, str) and _SIGNED_BASE.fullmatch(value.strip()):
+            return int(value, 0)
         return int(value)
     if kind == "float":
         return float(value)
     if kind == "json":
-        return json.loads(value) if isinstance(value, (str, bytes)) else value
+        is_text = isinstance(value, (str, bytes))
+        return json.loads(value, object_pairs_hook=_distinct) if is_text else value
     if kind == "int_or_list":
         return _int_or_list(value)
     if isinstance(value, (dict, list, tuple)):
         raise ValueError
-    text = os.fspath(value) if isinstance(value, os.PathLike) else str(value)
-    # a shell expands neither --save=~/x nor what is in a YAML file
-    return os.path.expanduser(text) if text.startswith("~/") else text
+    return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of JSON with these pairs; a key that comes twice is an error, and not its last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} comes twice")
+    return found
 
 
 def _int_or_list(value: Any) -> int | list[int]:
@@ -180,6 +238,8 @@ def _evaluate(node: ast.expr) -> Any:
 
 
 def _wrong(spec: FlagSpec, value: Any, where: str, why: str = "") -> UserError:
+    if isinstance(value, str) and _VARIABLE.search(value):
+        why = "only a shell replaces variables, and not in single quotes or in a file"
     return UserError(
         f"{where}{spec.option} must be {_KIND_NAMES[spec.kind]}, not {_shown(value)}",
         why=why,

@@ -5,6 +5,7 @@ The command and the flags are the run's own, except for flags of its length and 
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -157,7 +158,9 @@ def launch(
     flags = flags_of_a_round(config, folder, more)
     if config.extra:
         flags["custom_config_path"] = str(folder / "extra.yaml")
-        (folder / "extra.yaml").write_text(yaml.safe_dump(_plain(config.extra)), encoding="utf-8")
+        # as JSON, which is YAML: quotes keep texts such as "1e-6" apart from numbers
+        extra = json.dumps(_plain(config.extra), ensure_ascii=False, default=str)
+        (folder / "extra.yaml").write_text(extra, encoding="utf-8")
     (folder / "round.yaml").write_text(yaml.safe_dump(flags), encoding="utf-8")
     entry = "train-async" if config.sync.async_buffer_size else "train"
     command = [*python_module("slime"), entry, "--config", str(folder / "round.yaml")]

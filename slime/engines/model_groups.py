@@ -24,6 +24,7 @@ import yaml
 from slime.config.engine_flags import ENGINE_OPTIONS
 from slime.config.flag import FlagSpec
 from slime.config.flags import all_flags
+from slime.config.yaml_files import load
 from slime.engines.launch import ServedModel, ServerGroup, group_options, only_the_policy
 from slime.errors import UserError
 
@@ -98,8 +99,8 @@ def served_models(config: Config, rules: GroupRules) -> list[ServedModel]:
 
 def _models_of(path: Path) -> list[Mapping[str, Any]]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+        content = load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"--sglang-config {path} cannot be read", why=str(error)) from error
     models = content.get("sglang") if isinstance(content, dict) else None
     if (
@@ -112,6 +113,11 @@ def _models_of(path: Path) -> list[Mapping[str, Any]]:
         )
     for model in models:
         _check_keys(path, f"model {_name(model)}", model, _MODEL_KEYS)
+        if not isinstance(model.get("update_weights", True), bool):
+            raise UserError(
+                f"{path}: update_weights of model {_name(model)} is {model['update_weights']!r}",
+                fix="write true or false, without quotes",
+            )
     names = [_name(model) for model in models]
     for name in names:
         if names.count(name) > 1 or not _MODEL_NAME.fullmatch(name):

@@ -8,6 +8,7 @@ process that draws prompts then reuses its list of kept rows.
 from __future__ import annotations
 
 import difflib
+import functools
 import multiprocessing
 import os
 import re
@@ -35,6 +36,7 @@ from slime.prompts.readers import Row, Rows, open_rows, split_slice
 from slime.prompts.row_format import Prompt, RowFormat, inputs_of, read_prompt
 from slime.prompts.text_remarks import is_untemplated
 from slime.prompts.tokenizer import with_opening
+from slime.prompts.unknown_tokens import UnknownTokens
 from slime.samples.types import Sample
 
 logger = get_logger(__name__)
@@ -239,6 +241,7 @@ class Checker:
         max_tokens: longer prompts are left out; None for no limit.
         limit_flags: the flags that set the limit, for messages.
         judge: further checks, only made by `scan`.
+        vocab_size: rows of the model's embedding; None if unknown.
     """
 
     form: RowFormat
@@ -246,10 +249,18 @@ class Checker:
     max_tokens: int | None = None
     limit_flags: str = "--rollout-max-prompt-len, --rollout-max-context-len or --seq-length"
     judge: RowJudge | None = None
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         template = self.form.apply_chat_template and not self.form.raw
         self.markers = template_markers(self.tokenizer) if template else []
+
+    @functools.cached_property
+    def _unknown(self) -> UnknownTokens:
+        return UnknownTokens(self.tokenizer, self.vocab_size)
+
+    def _unknown_tokens(self, prompt: Prompt) -> RowProblem | None:
+        return self._unknown.of_prompt(prompt, self.form) if self._unknown else None
 
     def scan(self, rows: Rows, positions: Sequence[int]) -> Scan:
         """Check the rows at ``positions``."""
@@ -280,6 +291,8 @@ class Checker:
         for (position, prompt), length, problems in zip(
             prompts, self.lengths(read), judged, strict=True
         ):
+            if unknown := self._unknown_tokens(prompt):
+                problems = [*problems, unknown]
             for one in problems:
                 found.problems.add(rows.where(position), one)
             if any(one.refuse_at == 0.0 for one in problems):
@@ -368,6 +381,8 @@ class Checker:
             if self.markers and carries_template(prompt.bare, self.markers):
                 tell(logger, "%s", _templated_warning("streamed data", 1, where, self.markers))
                 self.markers = []  # once is enough
+            if unknown := self._unknown_tokens(prompt):
+                raise unknown.at(where)
             prompt.where = where
             yield prompt, self.lengths([prompt])[0]
 

@@ -27,6 +27,7 @@ from slime.config.config import Config
 from slime.config.flag import option_of
 from slime.errors import UserError
 from slime.log import get_logger, tell
+from slime.models import vocab_size_of
 from slime.models.nested import decoder_config
 from slime.models.spec import read_hf_config
 from slime.prompts.chat_template import carries_template, template_markers
@@ -49,6 +50,7 @@ from slime.user_code.loading import (
     with_user_frames,
 )
 from slime.user_code.overrides import override_of
+from slime.user_code.process_state import kept
 
 logger = get_logger(__name__)
 
@@ -84,7 +86,7 @@ def _built(config: Config, tokenizer: Any, judge: RowJudge | None = None) -> Dat
     check_class(cls, DataSource, path)
     BUILT_FROM.set((config, tokenizer))
     with failures_of(named(path, _SOURCE)):
-        source: DataSource = cls(config.flat())
+        source: DataSource = cls(config.shared_args)
     for method in ("get_samples", "add_samples", "mark_consumed", "mark_discarded"):
         setattr(
             source,
@@ -97,7 +99,7 @@ def _built(config: Config, tokenizer: Any, judge: RowJudge | None = None) -> Dat
 def _telling_failures(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with failures_of(name), running(name):
+        with failures_of(name), kept(name), running(name):
             return method(*args, **kwargs)
 
     return call
@@ -230,9 +232,9 @@ class PromptSource(DataSource):
         path = config.rollout.buffer_filter_path
         if path:
             chosen = user_function(path, BUFFER_FILTER)
-            self._buffer = SampleBuffer(config.flat(), chosen, named(path, BUFFER_FILTER))
+            self._buffer = SampleBuffer(config.shared_args, chosen, named(path, BUFFER_FILTER))
         else:
-            self._buffer = SampleBuffer(config.flat(), _pop_first)
+            self._buffer = SampleBuffer(config.shared_args, _pop_first)
         self._order = _open_order(config, tokenizer, judge)
         self._form = None if self._order is None else RowFormat.of(config)
         seed = config.rollout.rollout_seed
@@ -429,21 +431,27 @@ def prompt_checker(config: Config, tokenizer: Any, path: str | None = None) -> C
         UserError: as `RowFormat.of`.
     """
     form = RowFormat.of(config, path)
+    checker = Checker(form, tokenizer, vocab_size=vocab_size_of_run(config))
     limit = max_prompt_tokens(config)
     context = model_context(config) if limit is None else None
     if context is not None:
         said = (
             f"the model's context of {context} tokens; --rollout-max-prompt-len sets another limit"
         )
-        return Checker(form, tokenizer, context - 1, said)
+        return replace(checker, max_tokens=context - 1, limit_flags=said)
     flags = [
         f"{option_of(flag)} {value}"
         for flag, value, longest in _prompt_limits(config)
         if longest == limit and not config.origins[flag].startswith("derived")
     ]
     if not flags:
-        return Checker(form, tokenizer, limit)
-    return Checker(form, tokenizer, limit, " and ".join(flags))
+        return replace(checker, max_tokens=limit)
+    return replace(checker, max_tokens=limit, limit_flags=" and ".join(flags))
+
+
+def vocab_size_of_run(config: Config) -> int | None:
+    """The vocabulary size of the model that is trained; None if it is unknown."""
+    return vocab_size_of(config.checkpoint.hf_checkpoint, config.checkpoint.model_name)
 
 
 def model_context(config: Config) -> int | None:

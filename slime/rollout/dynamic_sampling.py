@@ -18,6 +18,7 @@ a group is put back as a prompt, so nothing depends on timing.
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -39,7 +40,7 @@ from slime.rollout.trajectory import (
 )
 from slime.rollout.watchdog import RolloutStalled, Watchdog
 from slime.samples.sample_fields import kind_problem
-from slime.samples.types import ANY_VERSION, Sample, VersionWindow
+from slime.samples.types import ANY_VERSION, Sample, SampleStatus, VersionWindow
 from slime.user_code.hooks import DataSource, DynamicFilter
 from slime.user_code.loading import FunctionFailed, named, shown
 
@@ -205,6 +206,7 @@ class DynamicSampler:
                 f"{sum(self.result.drops.values())}",
                 fix="give more data, or lower --rollout-batch-size",
             )
+        _unshare(groups)
         for samples in groups:
             wrong = _group_problem(samples, self.group_size, self._identities, self._source_name)
             if wrong is not None:
@@ -477,6 +479,8 @@ def _group_problem(
         what = f"that is {shown(samples)}"
     elif odd := next((problem for problem in map(kind_problem, samples) if problem), None):
         what = f"with {odd[0]}, which is not {odd[1].removeprefix('give ')}"
+    elif odd_sample := next(filter(None, map(_half_made, samples)), ""):
+        what = odd_sample
     elif any(sample.index is None for sample in samples):
         what = "whose samples have no index"
     elif (count := len(GroupRun.of(samples).trajectories)) != group_size:
@@ -497,6 +501,37 @@ def _group_problem(
     except UserError as error:
         return FunctionFailed.of(error)
     return None
+
+
+def _half_made(sample: Sample) -> str:
+    """What is wrong with a new sample that has no response, and fields of one that has; "" if
+    nothing is."""
+    if sample.response_length or sample.session_id:  # with a session it was put back
+        return ""
+    if sample.reward is not None:
+        return (
+            f"whose samples have a reward ({shown(sample.reward, 40)}) before their response, "
+            "which would be trained on; put what answers are compared with into label"
+        )
+    if sample.response:
+        return f"whose samples have the response {shown(sample.response, 40)}, and no tokens of it"
+    if sample.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED):
+        return f"whose samples have the status {sample.status}, and no response"
+    return ""
+
+
+def _unshare(groups: list[Any]) -> None:
+    """Copy lists and dicts that several samples of a user's data source share: generation extends
+    the tokens of one, and hooks change its metadata."""
+    seen: set[int] = set()
+    for samples in groups:
+        for sample in samples if isinstance(samples, list) else ():
+            for name, value in vars(sample).items() if isinstance(sample, Sample) else ():
+                if not isinstance(value, (list, dict)):
+                    continue
+                if id(value) in seen:
+                    setattr(sample, name, copy.deepcopy(value))
+                seen.add(id(value))
 
 
 def _identity_of(samples: Sequence[Sample]) -> set[tuple[str, int | None]]:

@@ -26,6 +26,7 @@ import yaml
 from slime.config.config import Config
 from slime.config.flags import all_flags
 from slime.config.values import check_number, convert
+from slime.config.yaml_files import load
 from slime.data_path import ROW_SUFFIXES, split_name, split_slice
 from slime.errors import UserError
 from slime.hub import local_data
@@ -243,8 +244,8 @@ def _entries_of_yaml(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         raise UserError(f"--eval-config {path}: there is no such file", fix="check the path")
     try:
-        root = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+        root = load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(
             f"--eval-config {path} is not valid YAML", why=str(error), fix="correct the file"
         ) from error
@@ -277,6 +278,10 @@ def _entries_of_yaml(path: Path) -> Iterator[dict[str, Any]]:
         for key in sorted(_PER_SET_ONLY):
             if not entry.get(key):
                 raise UserError(f"{where}: it has no {key}", fix=f"add '{key}: …'")
+            if isinstance(entry[key], bool) or not isinstance(entry[key], (str, int)):
+                raise UserError(
+                    f"{where}: its {key} is read as {entry[key]!r}", fix="write it in quotes"
+                )
         data = local_data(str(entry["path"]), download=False)
         yield {**defaults, **entry, "name": str(entry["name"]), "path": data}
 

@@ -16,7 +16,7 @@ from slime.prompts.dataset_folders import EVALUATION
 from slime.prompts.images import ImageSources
 from slime.prompts.prepare import Checker, read_samples
 from slime.prompts.row_format import RowFormat, keeps_raw_labels
-from slime.prompts.source import model_context
+from slime.prompts.source import model_context, vocab_size_of_run
 from slime.rollout.eval_datasets import EvalDataset
 from slime.rollout.generate import context_limit
 from slime.rollout.metrics import pass_at_k_metrics, reward_parts, sample_metrics, trajectory_scores
@@ -90,7 +90,8 @@ def eval_checker(dataset: EvalDataset, config: Config, tokenizer: Any) -> Checke
         limit_flags = (
             f"the model's context of {context} tokens; --eval-max-prompt-len sets another limit"
         )
-    return Checker(form, tokenizer, longest, limit_flags)
+    vocab_size = vocab_size_of_run(config)
+    return Checker(form, tokenizer, longest, limit_flags, vocab_size=vocab_size)
 
 
 #: The task of each evaluated prompt, running or done → its group.

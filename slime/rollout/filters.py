@@ -13,6 +13,7 @@ from slime.samples.frozen_fields import frozen
 from slime.samples.types import Sample
 from slime.user_code.hooks import DynamicFilter, DynamicFilterOutput
 from slime.user_code.loading import FunctionFailed, call_hook, described, failures_of, named
+from slime.user_code.process_state import kept
 
 FLAG = "--dynamic-sampling-filter-path"
 _SMALLEST_STD = 1e-6
@@ -60,7 +61,7 @@ async def call_dynamic_filter(
         return DynamicFilterOutput(keep=True)
     path = getattr(args, "dynamic_sampling_filter_path", None)
     what = f"the function {named(path, FLAG)}" if path else f"the function of {FLAG}"
-    with failures_of(what), frozen(samples, what, [samples], is_ordered=False):
+    with failures_of(what), kept(what), frozen(samples, what, [samples], is_ordered=False):
         verdict = await call_hook(fn, args, samples, what=what, limit=limit)
     return verdict_of(verdict, what)
 
@@ -75,16 +76,28 @@ def verdict_of(verdict: Any, what: str = "the filter") -> DynamicFilterOutput:
         "return True to keep the group, False to drop it, or a "
         "slime.user_code.hooks.DynamicFilterOutput"
     )
-    is_verdict = isinstance(verdict, DynamicFilterOutput)
-    # a forgotten return would drop every group, and the text "False" would keep it
-    if verdict is None or not (is_verdict or hasattr(type(verdict), "__bool__")):
-        raise FunctionFailed(f"{what} returned {described(verdict)}", fix=fix)
-    if is_verdict:
-        return verdict
-    try:
-        return DynamicFilterOutput(keep=bool(verdict))
-    except Exception as error:  # bool() may raise anything, e.g. for an array of several numbers
-        raise FunctionFailed(f"{what} returned {described(verdict)}", fix=fix) from error
+
+    def truth(value: Any, name: str) -> bool:
+        # a forgotten return would drop every group, and the text "False" would keep it
+        try:
+            if value is None or not hasattr(type(value), "__bool__") or value != value:
+                raise TypeError
+            return bool(value)
+        except Exception as error:  # of an array of several numbers, for one
+            raise FunctionFailed(f"{what} returned {described(value)}{name}", fix=fix) from error
+
+    if not isinstance(verdict, DynamicFilterOutput):
+        return DynamicFilterOutput(keep=truth(verdict, ""))
+    reason = verdict.reason
+    if not (reason is None or isinstance(reason, (str, int, float))):
+        raise FunctionFailed(
+            f"{what} returned {described(reason)} as its reason", fix="give a text, or None"
+        )
+    return DynamicFilterOutput(
+        truth(verdict.keep, " as keep"),
+        None if reason is None else str(reason),
+        truth(verdict.keep_when_insufficient, " as keep_when_insufficient"),
+    )
 
 
 def should_drop_dynamic_filter_output(

@@ -171,6 +171,8 @@ def _check_evaluation(data: Any, origin: str) -> None:
     fix = "return {name: {'rewards': [number, …], 'truncated': […], 'samples': […]}}"
     if not isinstance(data, dict):
         raise FunctionFailed(f"{origin} returned {described(data)} as its data", fix=fix)
+    if not data:
+        raise FunctionFailed(f"{origin} returned no data set", fix=fix)
     for name, values in data.items():
         rewards = as_list(values.get("rewards")) if isinstance(values, dict) else None
         if not isinstance(rewards, list):
@@ -187,21 +189,34 @@ def _check_evaluation(data: Any, origin: str) -> None:
             raise FunctionFailed(
                 f"{origin} returned samples of data set {name!r} that are no Sample", fix=fix
             )
+        for key in ("truncated", "samples"):
+            count = len(as_list(values.get(key)) or ())
+            if count not in (0, len(values["rewards"])):
+                raise FunctionFailed(
+                    f"{origin} returned {count} {key} for {len(values['rewards'])} rewards of data "
+                    f"set {name!r}",
+                    fix="give one entry per reward in each list",
+                )
+        if not values["rewards"]:
+            tell(logger, "%s returned no rewards for data set %r", origin, name, once=origin + name)
 
 
 def is_true(value: Any, origin: str) -> bool:
     """Convert the return value of a log function to a bool.
 
     Raises:
-        FunctionFailed: the value has no truth value, e.g. an array of several numbers.
+        FunctionFailed: it is neither a bool nor None; a dict of metrics would count as True, and
+            switch the default metrics off.
     """
-    try:
+    if value is None or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
-    except Exception as error:  # bool() may raise anything
-        what = f"{origin} returned {described(value)}"
-        raise FunctionFailed(
-            what, fix="return True to replace the default logging, else None"
-        ) from error
+    if type(value).__name__ in ("bool", "bool_"):  # NumPy's
+        return bool(value)
+    raise FunctionFailed(
+        f"{origin} returned {described(value)}",
+        why="it may return True, so that the default metrics are not logged",
+        fix="add metrics of yours to extra_metrics, and return True, False or nothing",
+    )
 
 
 async def _dump(config: Config, rollout_id: int | Evaluation, samples: list[Sample]) -> None:

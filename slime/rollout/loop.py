@@ -54,6 +54,7 @@ from slime.rollout.user_rollouts import (
     check_age,
     check_groups,
     overridden_evaluation,
+    tell_of_other_sizes,
     validate_groups,
 )
 from slime.rollout.watchdog import Watchdog
@@ -106,13 +107,18 @@ class RolloutLoop:
         self.source = source
         self._journal = journal
         self.base_url = base_url.rstrip("/")
-        self.args = config.flat()
-        self.args.sglang_router_ip, self.args.sglang_router_port = _address(self.base_url)
-        self.args.sglang_router_api_key = key_of(self.base_url)
+        self.args = config.shared_args
+        router, port = _address(self.base_url)
         models = model_urls or {"policy": self.base_url}
-        self.args.sglang_model_routers = {name: _address(url) for name, url in models.items()}
+        self._datasets = eval_datasets(config)
+        vars(self.args).update(
+            sglang_router_ip=router,
+            sglang_router_port=port,
+            sglang_router_api_key=key_of(self.base_url),
+            sglang_model_routers={name: _address(url) for name, url in models.items()},
+            eval_datasets=self._datasets,
+        )
         check_hooks(self.args)
-        self._datasets = self.args.eval_datasets = eval_datasets(config)
         self._sampling_params = rollout_sampling_params(config)
         self._eval_sets: list[EvalSet] = []
         self._client: RolloutClient | None = None
@@ -322,6 +328,7 @@ class RolloutLoop:
             validate_groups(output.samples, origin)
             if custom is not None:
                 check_groups(output.samples, origin, self._vocab_size, self.args)
+                tell_of_other_sizes(output.samples, origin, self.config.rollout)
                 if self.config.sync.stale_samples != "correct":
                     check_age(output.samples, origin, versions)
             seconds = time.monotonic() - started

@@ -49,7 +49,7 @@ async def data_rollout(
     started = time.monotonic()
     output = await asyncio.to_thread(generate, config, source, tokenizer)
     return await finish_rollout(
-        config, config.flat(), rollout_id, output, time.monotonic() - started
+        config, config.shared_args, rollout_id, output, time.monotonic() - started
     )
 
 

@@ -19,6 +19,7 @@ import copy
 import inspect
 import time
 import uuid
+import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
@@ -64,6 +65,7 @@ from slime.user_code.loading import (
     with_user_frames,
 )
 from slime.user_code.overrides import override_of
+from slime.user_code.process_state import kept
 
 logger = get_logger(__name__)
 T = TypeVar("T")
@@ -309,6 +311,8 @@ class GroupRunner:
         self.num_hung = 0
         self.last_progress = time.monotonic()
         self._hooks_turn = asyncio.Lock()
+        # by id: a sample that users' code returned, and the trajectory that it became
+        self._returned: dict[int, tuple[weakref.ref[Sample], Trajectory]] = {}
         self._functions: dict[str, Any] = {}
 
     def _checked(self, path: str, protocol: type) -> Any:
@@ -356,7 +360,9 @@ class GroupRunner:
             drawn = [trajectory.samples[0] for trajectory in group.trajectories]
             params = copy.deepcopy(self.state.sampling_params)
             more = accepted(function, {"evaluation": self.evaluation})
-            returned = await run_isolated(function(self.state.args, drawn, params, **more), name)
+            with kept(name):
+                work = function(self.state.args, drawn, params, **more)
+                returned = await run_isolated(work, name)
             if not isinstance(returned, list) or len(returned) != len(group.trajectories):
                 what = f"{name} did not return a list of {len(group.trajectories)}"
                 raise FunctionFailed(
@@ -554,7 +560,8 @@ class GroupRunner:
                 f"{path} is not async", fix="declare the generate function with 'async def'"
             )
         try:
-            return await run_isolated(returned, f"{path} on sample {sample.index}"), path
+            with kept(path):
+                return await run_isolated(returned, f"{path} on sample {sample.index}"), path
         except RequestRefused as refused:
             if not is_too_long(refused):
                 raise
@@ -583,6 +590,7 @@ class GroupRunner:
             aborting=self.state.client.aborting,
         )
         for sample in samples if trajectory.function else ():
+            self._check_own(sample, trajectory, origin)
             check_values(sample, origin, self.state.vocab_size, self.state.args)
             if not is_fan_out:
                 warn_of_other_prompt(sample, prompt, origin)
@@ -591,6 +599,22 @@ class GroupRunner:
         trajectory.samples = samples
         trajectory.fanned_out = is_fan_out
         trajectory.function = ""
+
+    def _check_own(self, sample: Sample, trajectory: Trajectory, origin: str) -> None:
+        """Check that users' code returned an object that no other trajectory has.
+
+        Raises:
+            UserError: it returned it before, for another sample.
+        """
+        known, owner = self._returned.get(id(sample), (None, trajectory))
+        if known is not None and known() is sample and owner is not trajectory:
+            raise UserError(
+                f"{origin} returned one object for sample {owner.prompt.index} and for sample "
+                f"{trajectory.prompt.index}",
+                why="both would be trained with the content of the last one",
+                fix="return the sample that was given, or a new one at each call",
+            )
+        self._returned[id(sample)] = (weakref.ref(sample), trajectory)
 
     async def _run_hooks(self, trajectory: Trajectory) -> None:
         optional = {"rollout_id": self.rollout_id, "evaluation": self.evaluation}
@@ -607,6 +631,7 @@ class GroupRunner:
                         hook, origin, self.state.args, sample, optional, self.hook_limit
                     )
                 with _blaming_users_code(trajectory):
+                    self._check_own(own, trajectory, origin)
                     check_values(own, origin, self.state.vocab_size, self.state.args)
                 keep_identity(own, trajectory.prompt, origin)
                 own.rollout_id = trajectory_id
@@ -711,14 +736,18 @@ async def apply_sample_hook(
         FunctionFailed: the hook hung, or returned something other than a sample, or a sample with
             inconsistent lengths.
     """
-    own = await call_hook(
-        hook,
-        args,
-        sample,
-        optional=optional,
-        what=f"{origin} on sample {sample.index}",
-        limit=limit,
-    )
+    tokens = list(sample.tokens)
+    length = sample.response_length
+    status = sample.status
+    with kept(origin):
+        own = await call_hook(
+            hook,
+            args,
+            sample,
+            optional=optional,
+            what=f"{origin} on sample {sample.index}",
+            limit=limit,
+        )
     own = sample if own is None else own
     if not isinstance(own, Sample):
         what = f"{origin} returned a {type(own).__name__}"
@@ -727,7 +756,38 @@ async def apply_sample_hook(
         own.validate(origin)
     except UserError as error:
         raise FunctionFailed.of(error) from error
+    if own.status is SampleStatus.PENDING:  # a new sample
+        own.status = status
+    _check_replaced(own, sample.index, tokens, length, origin)
     return own
+
+
+def _check_replaced(
+    own: Sample, index: int | None, tokens: list[int], length: int, origin: str
+) -> None:
+    """Check a sample that a hook made of one with ``tokens``, ``length`` of them its response.
+
+    Raises:
+        FunctionFailed: it has no tokens, is to be continued, or has other tokens in its response,
+            as many as before, behind another number of prompt tokens.
+    """
+    is_empty = bool(tokens) and not own.tokens
+    if own.status is SampleStatus.ABORTED or is_empty:
+        what = "without tokens" if is_empty else "with the status aborted"
+        raise FunctionFailed(
+            f"{origin} returned sample {index} {what}",
+            why="a hook gets finished samples, and returns finished samples",
+            fix="change the sample that it is given, or return a copy",
+        )
+    is_shifted = own.response_length == length and len(own.tokens) != len(tokens)
+    if length and is_shifted and own.tokens[-length:] != tokens[-length:]:
+        raise FunctionFailed(
+            f"{origin} returned sample {index} with {len(own.tokens)} tokens instead of "
+            f"{len(tokens)}, and the same response_length {length}",
+            why="the last tokens are the response: those of loss_mask and rollout_log_probs "
+            "would be others",
+            fix="change response_length, loss_mask and rollout_log_probs with the tokens",
+        )
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import math
 from typing import Any, TypeVar
 
 from slime.config.flag import option_of
+from slime.config.groups_rollout import RolloutConfig
 from slime.errors import UserError
 from slime.log import get_logger, tell
 from slime.rollout.validate_generate_output import check_distinct, check_values
@@ -23,12 +24,14 @@ from slime.user_code.loading import (
     FunctionFailed,
     call_hook,
     call_user_function,
+    check_returns_nothing,
     described,
     failures_of,
     named,
     shown,
 )
 from slime.user_code.overrides import override_of
+from slime.user_code.process_state import kept
 
 logger = get_logger(__name__)
 Output = TypeVar("Output", RolloutFnTrainOutput, RolloutFnEvalOutput)
@@ -53,7 +56,7 @@ async def call_rollout_fn(
     evaluation = wanted is RolloutFnEvalOutput
     flag = "--eval-function-path" if evaluation else "--rollout-function-path"
     origin = named(path, flag) if path else "the plugin's generate_rollout"
-    with failures_of(origin):
+    with failures_of(origin), kept(origin):
         output = await call_hook(
             fn, args, rollout_id, data_source, what=path or origin, evaluation=evaluation
         )
@@ -80,12 +83,16 @@ async def call_with_groups(
     flag = option_of(dest)
     samples = [sample for view in views for sample in view]
     with frozen(samples, named(path, flag), [views, *views], is_ordered=False):
-        await call_user_function(path, args, views, *more, flag=flag, limit=limit)
+        returned = await call_user_function(path, args, views, *more, flag=flag, limit=limit)
+    instead = "set remove_sample on the samples, and return nothing"
+    if dest != "rollout_sample_filter_path":
+        instead = "return nothing; --dynamic-sampling-filter-path decides which groups are trained"
+    check_returns_nothing(returned, [views], named(path, flag), instead)
 
 
 def checked_metrics(metrics: Any, origin: str) -> dict[str, Any] | None:
-    """The metrics that a function gave; a value that is not finite becomes NaN, with one warning
-    per name.
+    """The metrics that a function gave, as Python's numbers. A value that is not finite becomes
+    NaN, and one that is no number is left out, with one warning per name.
 
     Raises:
         FunctionFailed: they are not a dict with text keys.
@@ -95,11 +102,17 @@ def checked_metrics(metrics: Any, origin: str) -> dict[str, Any] | None:
     if not isinstance(metrics, dict) or not all(isinstance(name, str) for name in metrics):
         fix = "metrics are a dict: {'mine/name': number}"
         raise FunctionFailed(f"{origin} gave {described(metrics)} as its metrics", fix=fix)
-    found = dict(metrics)
+    found: dict[str, Any] = {}
     for name, value in metrics.items():
-        if is_number(value) and not is_finite(value):
+        said = ""
+        if not is_number(value):
+            said = "%s gives the metric %s, which is %s: it is left out, as it is no number"
+        elif not is_finite(value):
             found[name] = math.nan
             said = "%s gives the metric %s, which is %s: it is logged as not finite"
+        else:
+            found[name] = value if isinstance(value, (int, float)) else float(value)
+        if said:
             tell(logger, said, origin, name, shown(value), once=f"metric {name} {origin}")
     return found
 
@@ -147,6 +160,25 @@ def check_groups(groups: list[Group], origin: str, vocab_size: int | None, args:
         for sample in group.samples:
             check_values(sample, origin, vocab_size, args)
     check_distinct(groups, origin)
+
+
+def tell_of_other_sizes(groups: list[Group], origin: str, flags: RolloutConfig) -> None:
+    """Warn once if a user's rollout function returns other numbers than the flags say."""
+    sizes = {len(group.trajectories) for group in groups}
+    odd = sorted(sizes - {flags.n_samples_per_prompt})
+    found = []
+    if len(groups) != flags.rollout_batch_size:
+        found.append(
+            f"{len(groups)} groups, and --rollout-batch-size is {flags.rollout_batch_size}"
+        )
+    if odd:
+        found.append(
+            f"groups of {odd[0]} trajectories, and --n-samples-per-prompt is "
+            f"{flags.n_samples_per_prompt}"
+        )
+    for one in found:
+        said = "%s returned %s: all that it returned is trained on, in steps of --global-batch-size"
+        tell(logger, said, origin, one, once=f"sizes {origin} {one.partition(',')[0][-6:]}")
 
 
 def check_age(groups: list[Group], origin: str, versions: VersionWindow) -> None:

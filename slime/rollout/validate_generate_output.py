@@ -23,6 +23,7 @@ from slime.samples.sample_fields import (
     number_problem,
     packed_ids,
     reward_number,
+    tell_of_other_names,
     token_problem,
 )
 from slime.samples.token_rewards import is_reward_list, note_token_rewards
@@ -30,6 +31,9 @@ from slime.samples.types import Group, Sample, SampleStatus
 from slime.user_code.loading import FunctionFailed, shown
 
 logger = get_logger(__name__)
+
+#: Number of tokens that are hardly all sampled with a probability that rounds to 1.
+_CERTAIN = 16
 
 
 def samples_of(returned: Any, origin: str) -> list[Sample]:
@@ -182,6 +186,7 @@ def check_values(sample: Sample, origin: str, vocab_size: int | None, args: Any)
     def refuse(what: str, fix: str) -> None:
         raise UserError(f"{origin} returned a sample (index {sample.index}) with {what}", fix=fix)
 
+    tell_of_other_names([sample], origin)
     ids = packed_ids(sample.tokens)
     if problem := token_problem(sample.tokens if ids is None else ids, vocab_size):
         refuse(problem, "encode with the model's tokenizer")
@@ -201,6 +206,7 @@ def check_values(sample: Sample, origin: str, vocab_size: int | None, args: Any)
                 "give the numbers of the engine's answer, 0.0 where the model did not sample the "
                 "token",
             )
+    tell_of_zeros(sample, origin)
     bounds = [
         0,
         *(bound for span in sample.token_spans for bound in (span.start, span.end)),
@@ -215,6 +221,23 @@ def check_values(sample: Sample, origin: str, vocab_size: int | None, args: Any)
         if problem := payload.problem(getattr(sample, payload.field), len(sample.tokens)):
             refuse(f"{payload.field} {problem}", "leave them to sample.append_response_tokens")
     check_reward(sample, origin, args)
+
+
+def tell_of_zeros(sample: Sample, origin: str) -> None:
+    """Warn once if the log-probs of all trained tokens are 0, as if each had been certain."""
+    masks = sample.loss_mask or [1] * sample.response_length
+    log_probs = sample.rollout_log_probs or []
+    sampled = [value for value, mask in zip(log_probs, masks) if mask]
+    if len(sampled) >= _CERTAIN and not any(sampled) and sample.rollout_top_p_token_ids is None:
+        tell(
+            logger,
+            "%s returns log-probs of 0 for all %d trained tokens (sample %s, for one), as if each "
+            "had been certain; give those of the engine's answer, or None if there are none",
+            origin,
+            len(sampled),
+            sample.index,
+            once=f"zeros {origin}",
+        )
 
 
 def check_reward(sample: Sample, origin: str, args: Any) -> None:

@@ -20,7 +20,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -49,9 +49,10 @@ from slime.prompts.problems import NEVER, Problems, RowProblem
 from slime.prompts.readers import Row, Rows, iter_rows, open_rows, split_slice
 from slime.prompts.reference_masks import mask_difference
 from slime.prompts.row_format import Prompt, left_out
-from slime.prompts.sft_encoding import Encoded, with_answer
-from slime.prompts.source import model_context, prompt_checker
+from slime.prompts.sft_encoding import Encoded, TrainedSequence, with_answer
+from slime.prompts.source import model_context, prompt_checker, vocab_size_of_run
 from slime.prompts.tokenizer import load_tokenizer
+from slime.prompts.unknown_tokens import UnknownTokens
 from slime.rollout.eval_datasets import EvalDataset, eval_datasets
 from slime.rollout.evaluate import eval_checker
 from slime.rollout.preferences import PreferenceEncoder
@@ -287,6 +288,7 @@ class SftJudge:
         self._rule = config.rollout.loss_mask_type
         self._tokenizer = tokenizer
         self._to_compare = _MOST_COMPARED if self._rule else 0
+        self._unknown = UnknownTokens(tokenizer, vocab_size_of_run(config))
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[list[RowProblem]]:
         if not self._templates_text:
@@ -308,6 +310,7 @@ class SftJudge:
             yield _untrainable(error)
             return
         yield from _remarks(encoded)
+        yield from _unknown_tokens(self._unknown, encoded.sequences)
         if encoded.unread_label:
             yield _unread_label(prompt.label)
         yield from self._other_mask(prompt, encoded)
@@ -341,6 +344,7 @@ class PreferenceJudge:
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self._encoder = PreferenceEncoder(config, tokenizer)
         self._lengths = _LengthCheck(config)
+        self._unknown = UnknownTokens(tokenizer, vocab_size_of_run(config))
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[list[RowProblem]]:
         self._encoder.read_ahead_rows([(prompt.text, prompt.label) for prompt in prompts])
@@ -359,6 +363,7 @@ class PreferenceJudge:
         remarks = {one.kind: one for answer in answers for one in _remarks(answer.encoded)}
         yield from remarks.values()
         sequences = [answer.sequence for answer in answers]
+        yield from _unknown_tokens(self._unknown, sequences)
         lengths = [(len(one.tokens), one.prompt_length) for one in sequences]
         longest = max(length for length, _ in lengths)
         yield from self._lengths.problems((longest, max(n for _, n in lengths)), longest)
@@ -373,6 +378,13 @@ class PreferenceJudge:
                 fix="check --chosen-key and --rejected-key",
                 refuse_at=1.0,
             )
+
+
+def _unknown_tokens(
+    unknown: UnknownTokens, sequences: Iterable[TrainedSequence]
+) -> Iterator[RowProblem]:
+    problems = (unknown.problem(one.tokens) for one in sequences if unknown)
+    yield from itertools.islice(filter(None, problems), 1)
 
 
 def _unread_label(label: Any) -> RowProblem:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from slime.samples.types import Sample
-from slime.user_code.loading import FunctionFailed, described
+from slime.user_code.loading import FunctionFailed, described, shown
 
 #: (args, rollout_id, buffer, num_samples) → the groups taken; see
 #: `slime.user_code.hooks.BufferFilter`.
@@ -20,6 +21,14 @@ def pop_first(
     taken = buffer[:num_samples]
     del buffer[: len(taken)]
     return taken
+
+
+def _identity(group: list[Sample]) -> tuple[Any, ...]:
+    """The indices of a group and of its samples."""
+    return (
+        *(getattr(sample, "group_index", None) for sample in group[:1]),
+        *(getattr(sample, "index", None) for sample in group),
+    )
 
 
 class SampleBuffer:
@@ -58,23 +67,40 @@ class SampleBuffer:
         """Take at most ``count`` groups out of the buffer.
 
         Raises:
-            FunctionFailed: the filter returned no list of groups or more than requested, or left
-                returned groups in the buffer.
+            FunctionFailed: the filter did not return a list of groups, or others than those that
+                it removed from the buffer, or more than requested.
         """
         if not self.groups or count <= 0:
             return []
-        before = len(self.groups)
+        before = {id(group): _identity(group) for group in self.groups}
+        kept = self.groups[:]  # so that no identity is used again
         taken = self.choose(self._args, rollout_id, self.groups, count)
         if not isinstance(taken, list) or not all(isinstance(group, list) for group in taken):
             raise FunctionFailed(
                 f"{self._name} returned {described(taken)}", fix="return a list of groups"
             )
-        if len(taken) > count or before - len(self.groups) < len(taken):
+        fix = (
+            "return at most num_samples groups, and delete each of them, and no other, from the "
+            "list it was given"
+        )
+        left = Counter(map(id, self.groups))
+        removed = len(kept) - len(left)
+        if len(taken) > count or removed != len(taken):
             raise FunctionFailed(
                 f"{self._name} returned {len(taken)} groups of {count} asked for and removed "
-                f"{before - len(self.groups)} from the buffer",
-                fix="return at most num_samples groups and delete each of them from the list it "
-                "was given",
+                f"{removed} from the buffer",
+                why="groups that are removed and not returned would be lost"
+                if removed > len(taken)
+                else "",
+                fix=fix,
+            )
+        gone = [before[id(group)] for group in kept if id(group) not in left]
+        if left.keys() - before.keys() or Counter(map(_identity, taken)) != Counter(gone):
+            raise FunctionFailed(
+                f"{self._name} returned other groups than those that it removed from the buffer",
+                why=f"removed: {shown(gone)}, returned: {shown(list(map(_identity, taken)))} "
+                "(group_index, and index of each sample)",
+                fix=fix,
             )
         return taken
 

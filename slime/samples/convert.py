@@ -17,7 +17,7 @@ from slime.config.config import Config
 from slime.config.estimators import FACTS
 from slime.config.teachers import read_teachers, teacher_of
 from slime.errors import UserError
-from slime.log import get_logger
+from slime.log import get_logger, tell
 from slime.models import family_of, vocab_size_of
 from slime.models.flops import sequence_cost
 from slime.models.spec import read_hf_config
@@ -67,7 +67,8 @@ def to_batches_of_roles(
             have a field, a sample is longer than ``--seq-length``, or a hook returns something
             invalid.
     """
-    args = config.flat()
+    args = config.shared_args
+    vocab_size = vocab_size_of(config.checkpoint.hf_checkpoint, config.checkpoint.model_name)
     trainable = select_trainable(groups, config.algorithm.trains_on_data, rollout_id)
     hook_path = config.reward.custom_convert_samples_to_train_data_path
     if hook_path:
@@ -81,7 +82,6 @@ def to_batches_of_roles(
         samples = trainable.samples
         with frozen(samples, origin, [samples]):
             returned = user_function(hook_path, CONVERSION)(args, samples)
-        vocab_size = vocab_size_of(config.checkpoint.hf_checkpoint, config.checkpoint.model_name)
         columns = columns_from_hook(returned, trainable, origin, vocab_size)
     else:
         columns = columns_from_samples(trainable, config, args)
@@ -96,6 +96,9 @@ def to_batches_of_roles(
         check_preferences(columns.trajectory_ids, columns.rewards, preference)
     algorithm = config.algorithm
     mask_sums = columns.rollout_mask_sums()
+    if not any(map(any, columns.loss_masks)):
+        said = "rollout %d has no trained token: loss_mask or remove_sample leaves out %d samples"
+        tell(logger, said, rollout_id, len(columns.tokens), once="no trained token")
     if algorithm.loss_type == "policy_loss" and FACTS[algorithm.advantage_estimator].averages_group:
         mask_sums = columns.group_mask_means()
 
@@ -107,6 +110,7 @@ def to_batches_of_roles(
 
     shards = sharded(columns, layout)
     for shard in shards:
+        _check_tokens(shard, vocab_size)
         _check_log_probs(shard, args)
     if layout.critic is None:
         return shards, []
@@ -421,6 +425,34 @@ def _shard(
         global_stats=dict(stats),
         positions=list(rows),
     )
+
+
+def _check_tokens(shard: TrainBatch, vocab_size: int | None) -> None:
+    """Check that the model's embedding has a row for each token; with tensor parallelism, others
+    would count as zeros.
+
+    Args:
+        vocab_size: the model's; None if unknown.
+    Raises:
+        UserError: names the sample and the token.
+    """
+    for index, tokens in zip(shard.sample_indices, shard.tokens):
+        least, largest = map(int, tokens.aminmax())
+        if least < 0:
+            raise UserError(
+                f"the sample with index {index} has the token {least}",
+                why="ids of tokens count from 0",
+                fix="encode with the model's tokenizer; masks go into loss_mask, not into tokens",
+            )
+        if vocab_size is not None and largest >= vocab_size:
+            raise UserError(
+                f"the sample with index {index} has the token {largest}, and the model has "
+                f"{vocab_size} tokens, from 0",
+                why="the tokenizer has more tokens than the model's embedding has rows (vocab_size "
+                "in config.json)",
+                fix="use the tokenizer of this model, or give the model a row for each token "
+                "(resize_token_embeddings of transformers)",
+            )
 
 
 def _check_log_probs(shard: TrainBatch, args: Any) -> None:

@@ -79,7 +79,29 @@ def columns_from_hook(
     }
     columns = Columns(**({"raw_rewards": data["rewards"]} | defaults | data), payloads=payloads)
     _check_tokens(columns, data.keys(), origin, vocab_size)
+    if count == len(trainable.samples):
+        _check_padding(columns, trainable, origin)
     return columns
+
+
+def _check_padding(columns: Columns, trainable: Trainable, origin: str) -> None:
+    """Check that tokens were not padded: the response is the end of them, so the padding would be
+    trained as the response.
+
+    Raises:
+        FunctionFailed: an entry has its sample's tokens, more behind them, and the same length of
+            the response.
+    """
+    for sample, tokens, length in zip(trainable.samples, columns.tokens, columns.response_lengths):
+        more = len(tokens) - len(sample.tokens)
+        is_same = length == sample.response_length and tokens[: len(sample.tokens)] == sample.tokens
+        if more > 0 and is_same:
+            raise FunctionFailed(
+                f"{origin} returned {more} more tokens behind those of the sample with index "
+                f"{sample.index}, and its response length of {length}",
+                why="the response is the end of the tokens, so that other tokens would be trained",
+                fix="leave padding out, or count the tokens in response_lengths",
+            )
 
 
 def _columns(result: Any, origin: str) -> dict[str, list[Any]]:

@@ -15,6 +15,7 @@ from slime.samples.sample_fields import (
     as_list,
     number_problem,
     reward_number,
+    tell_of_other_names,
 )
 from slime.user_code.loading import FunctionFailed, shown
 
@@ -50,6 +51,7 @@ def frozen(
     before = [(sample, [_copy(vars(sample).get(name)) for name in FROZEN]) for sample in samples]
     kinds = [type(sample) for sample in samples]
     settable = [[vars(sample).get(name) for name in _SETTABLE] for sample in samples]
+    attributes = [set(vars(sample)) for sample in samples]
     copies_of_lists = [(given, given[:]) for given in lists]
     try:
         yield
@@ -79,6 +81,9 @@ def frozen(
             "--rollout-sample-filter-path; to change tokens or masks, use "
             "--custom-generate-function-path or --rollout-sample-hook-path",
         )
+    tell_of_other_names(
+        (one for one, names in zip(samples, attributes) if vars(one).keys() != names), origin
+    )
     for sample, values in zip(samples, settable):
         _check_settable(sample, values, origin, keeps_reward)
     for given, kept in copies_of_lists:

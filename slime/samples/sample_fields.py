@@ -7,6 +7,7 @@ get a finished sample).
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
 import numbers
@@ -19,7 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from slime.log import get_logger, tell
 from slime.user_code.loading import FunctionFailed, shown
+
+logger = get_logger(__name__)
 
 #: Engines round log-probs of tokens that are almost certain to a little above 0.
 LARGEST_LOG_PROB = 1e-3
@@ -188,6 +192,48 @@ def kind_problem(sample: Any) -> tuple[str, str] | None:
     if not all(type(version) is str for version in sample.weight_versions):
         sample.weight_versions = [str(version) for version in sample.weight_versions]
     return None
+
+
+#: Names of other systems, or nearly those of fields → the field that was meant.
+_MEANT = {
+    "log_probs": "rollout_log_probs",
+    "logprobs": "rollout_log_probs",
+    "old_log_probs": "rollout_log_probs",
+    "response_mask": "loss_mask",
+    "completion_mask": "loss_mask",
+    "action_mask": "loss_mask",
+    "score": "reward",
+    "completion": "response",
+    "output": "response",
+    "response_ids": "tokens",
+    "completion_ids": "tokens",
+    "output_ids": "tokens",
+    "token_ids": "tokens",
+    "meta_data": "metadata",
+    "answer": "label",
+}
+
+
+def tell_of_other_names(samples: Iterable[Any], origin: str) -> None:
+    """Warn once of attributes that a function has set, whose names are nearly those of fields:
+    nothing reads them.
+
+    Args:
+        origin: names the function in messages.
+    """
+    for sample in samples:
+        for name in vars(sample).keys() - FIELDS.keys():
+            near = difflib.get_close_matches(name.lower(), FIELDS, n=1, cutoff=0.85)
+            meant = _MEANT.get(name) or (near[0] if near else "")
+            if meant:
+                tell(
+                    logger,
+                    "%s sets sample.%s, which slime does not read; did you mean sample.%s?",
+                    origin,
+                    name,
+                    meant,
+                    once=f"attribute {name} {origin}",
+                )
 
 
 # -- values ----------------------------------------------------------------------------------------

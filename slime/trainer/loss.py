@@ -37,6 +37,7 @@ from slime.trainer.validate_hook_output import (
     loss_and_metrics,
     mismatch_metrics,
     reduced_loss,
+    tell_unless_sum,
 )
 from slime.user_code.loading import named
 
@@ -317,8 +318,25 @@ def _reduce_policy_loss(
     per_token = config.algorithm.calculate_per_token_loss
     origin = named(str(config.algorithm.custom_pg_loss_reducer_function_path), REDUCER)
     given = UserValues(token_loss)
-    reduce = functions.reducer(inputs.total_lengths, lengths, list(masks.split(lengths)), per_token)
-    return reduced_loss(reduce(token_loss), given, masks, origin) * inputs.sample_weight
+    make = functions.reducer
+    reduce = make(inputs.total_lengths, lengths, list(masks.split(lengths)), per_token)
+    with given.without_backward(origin):
+        returned = reduce(token_loss)
+    loss = reduced_loss(returned, given, masks, origin)
+
+    def alone(position: int) -> Any:
+        at = slice(*_range_of(inputs, position))
+        of_sample = make(
+            inputs.total_lengths[position : position + 1],
+            lengths[position : position + 1],
+            [masks[at]],
+            per_token,
+        )
+        return of_sample(token_loss[at].detach())
+
+    if functions.compares(REDUCER, inputs.lengths, config):
+        tell_unless_sum(loss, alone, len(lengths), origin)
+    return loss * inputs.sample_weight
 
 
 # -- the user's own --------------------------------------------------------------------------------
@@ -333,24 +351,47 @@ def _custom_loss(
     )
     if not inputs.samples:
         return scores.log_probs.sum(), {}
-    lengths = inputs.lengths.tolist()
+    function = functions.loss
     origin = named(str(config.algorithm.custom_loss_function_path), LOSS)
     given = UserValues(scores.log_probs, scores.logits)
 
-    def sum_of_sample_mean(values: Tensor) -> Tensor:
-        """Sum, over samples, the mean of ``values`` [T] over each sample's trained tokens. With
-        --calculate-per-token-loss: the plain sum over trained tokens."""
-        check_summed(values, inputs.masks, origin)
-        if config.algorithm.calculate_per_token_loss:
-            return (values * inputs.masks).sum()
-        means = sequence_mean(values, inputs.masks, inputs.lengths)
-        first = (inputs.lengths.cumsum(0) - inputs.lengths)[inputs.lengths > 0]
-        return means.index_select(0, first).sum()
+    def call(log_probs: Tensor, logits: Tensor | None, inputs: LossInputs) -> Any:
+        def sum_of_sample_mean(values: Tensor) -> Tensor:
+            """Sum, over samples, the mean of ``values`` [T] over each sample's trained tokens. With
+            --calculate-per-token-loss: the plain sum over trained tokens."""
+            check_summed(values, inputs.masks, origin)
+            if config.algorithm.calculate_per_token_loss:
+                return (values * inputs.masks).sum()
+            means = sequence_mean(values, inputs.masks, inputs.lengths)
+            first = (inputs.lengths.cumsum(0) - inputs.lengths)[inputs.lengths > 0]
+            return means.index_select(0, first).sum()
+
+        return function(functions.args, _batch_of(log_probs, inputs), logits, sum_of_sample_mean)
+
+    def alone(position: int) -> Any:
+        own = _of_sample(inputs, position)
+        at = slice(*_range_of(inputs, position))
+        logits = None if scores.logits is None else scores.logits[at].detach()
+        return call(scores.log_probs[at].detach(), logits, own)[0]
+
+    with given.without_backward(origin):
+        returned = call(scores.log_probs, scores.logits, inputs)
+    loss, metrics = loss_and_metrics(returned, given, inputs.masks, origin)
+    if functions.compares(LOSS, inputs.lengths, config):
+        tell_unless_sum(loss, alone, len(inputs.samples), origin)
+    return loss * inputs.sample_weight, {
+        name: value * inputs.sample_weight for name, value in metrics.items()
+    }
+
+
+def _batch_of(log_probs: Tensor, inputs: LossInputs) -> dict[str, Any]:
+    """The ``batch`` of a loss function."""
+    lengths = inputs.lengths.tolist()
 
     def per_sample(values: Tensor | None) -> list[Tensor] | None:
         return None if values is None else list(values.split(lengths))
 
-    batch: dict[str, Any] = {
+    return {
         "sample_indices": inputs.sample_indices,
         "response_lengths": lengths,
         "total_lengths": inputs.total_lengths,
@@ -359,13 +400,36 @@ def _custom_loss(
         "log_probs": per_sample(inputs.old_log_probs),
         "ref_log_probs": per_sample(inputs.ref_log_probs),
         "rollout_log_probs": per_sample(inputs.rollout_log_probs),
-        "current_log_probs": per_sample(scores.log_probs),
+        "current_log_probs": per_sample(log_probs),
     }
-    returned = functions.loss(functions.args, batch, scores.logits, sum_of_sample_mean)
-    loss, metrics = loss_and_metrics(returned, given, inputs.masks, origin)
-    return loss * inputs.sample_weight, {
-        name: value * inputs.sample_weight for name, value in metrics.items()
-    }
+
+
+def _range_of(inputs: LossInputs, position: int) -> tuple[int, int]:
+    """Where the response tokens of a sample begin and end."""
+    start = int(inputs.lengths[:position].sum())
+    return start, start + int(inputs.lengths[position])
+
+
+def _of_sample(inputs: LossInputs, position: int) -> LossInputs:
+    """What the user's functions get of one sample."""
+    at = slice(*_range_of(inputs, position))
+
+    def part(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[at]
+
+    one = slice(position, position + 1)
+    return replace(
+        inputs,
+        samples=inputs.samples[one],
+        sample_indices=inputs.sample_indices[one],
+        lengths=inputs.lengths[one],
+        total_lengths=inputs.total_lengths[one],
+        masks=inputs.masks[at],
+        advantages=part(inputs.advantages),
+        old_log_probs=part(inputs.old_log_probs),
+        ref_log_probs=part(inputs.ref_log_probs),
+        rollout_log_probs=part(inputs.rollout_log_probs),
+    )
 
 
 # -- which there are -------------------------------------------------------------------------------

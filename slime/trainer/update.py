@@ -69,7 +69,7 @@ from slime.trainer.user_functions import (
     change_rollout,
     functions_before_loss,
 )
-from slime.user_code.loading import FunctionFailed, described, named
+from slime.user_code.loading import FunctionFailed, check_returns_nothing, described, named
 
 logger = get_logger(__name__)
 
@@ -467,13 +467,15 @@ def compute_advantages(trainer: Trainer, batch: TrainBatch, data: RolloutTensors
             _distil_advantages(trainer.config, data)
     change = functions.postprocess
     if change is not None:
-        change_rollout(
+        origin = named(str(trainer.config.rollout.rollout_data_postprocess_path), POSTPROCESS)
+        returned = change_rollout(
             lambda view: change(functions.args, batch.rollout_id, view),
-            named(str(trainer.config.rollout.rollout_data_postprocess_path), POSTPROCESS),
+            origin,
             batch,
             data,
             _without_effect(trainer, data),
         )
+        check_returns_nothing(returned, (), origin, _ASSIGN)
     if ranks.has_output and loss.needs_advantages and data.advantages is None:
         raise UserError(
             f"--loss-type {flags.loss_type} needs advantages, and nothing sets any",
@@ -481,6 +483,10 @@ def compute_advantages(trainer: Trainer, batch: TrainBatch, data: RolloutTensors
             'function of yours sets rollout_data["advantages"]',
             fix="leave that flag out, or pass --custom-advantage-function-path",
         )
+
+
+#: What a function that returned something should do.
+_ASSIGN = "assign rollout_data[…], and return nothing"
 
 
 def _kl_in_the_reward(config: Config, data: RolloutTensors) -> list[Tensor]:
@@ -528,6 +534,7 @@ def _call_advantage_function(trainer: Trainer, batch: TrainBatch, data: RolloutT
             fix='assign rollout_data["advantages"], a list with one float32 tensor [R] per '
             "sample, R being its response tokens",
         )
+    check_returns_nothing(returned, (), origin, _ASSIGN)
 
 
 def _without_effect(trainer: Trainer, data: RolloutTensors) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,11 +11,13 @@ from torch import Tensor
 
 from slime.config.config import Config
 from slime.config.flag import option_of
+from slime.log import get_logger, tell
 from slime.samples.batch import TrainBatch
 from slime.trainer.records import RolloutTensors
 from slime.trainer.validate_hook_output import (
     are_finite,
     check_finite,
+    check_log_probs,
     check_masks,
     check_reducer,
     per_token,
@@ -28,6 +30,8 @@ from slime.user_code.loading import (
     named_functions,
     user_function,
 )
+
+logger = get_logger(__name__)
 
 #: The flags, for messages.
 ADVANTAGES = option_of("custom_advantage_function_path")
@@ -48,6 +52,22 @@ class UserFunctions:
     loss: Callable[..., Any] | None
     tis: Callable[..., Any] | None
     reducer: Callable[..., Any] | None
+    _compared: set[str] = field(default_factory=set)
+
+    def compares(self, flag: str, lengths: Tensor, config: Config) -> bool:
+        """Whether the function of ``flag`` is to be compared with its values for single samples: at
+        its first micro-batch of several. Not where ranks have parts of samples: some may have no
+        token of one, and collectives in the function would not match.
+
+        Args:
+            lengths: response tokens of each sample.
+        """
+        if flag in self._compared or len(lengths) < 2 or not bool((lengths > 0).all()):
+            return False
+        if config.megatron.context_parallel_size > 1:
+            return False
+        self._compared.add(flag)
+        return True
 
     @staticmethod
     def load(config: Config) -> UserFunctions:
@@ -56,7 +76,7 @@ class UserFunctions:
 
         flags = config.algorithm
         return UserFunctions(
-            config.flat(),
+            config.shared_args,
             advantages=find(flags.custom_advantage_function_path, ADVANTAGES),
             postprocess=find(config.rollout.rollout_data_postprocess_path, POSTPROCESS),
             loss=find(flags.custom_loss_function_path, LOSS),
@@ -109,7 +129,7 @@ ASSIGNABLE = (
 #: Keys that a function may read, but whose entries it must not change.
 READ_ONLY = (
     "tokens", "response_lengths", "total_lengths", "rewards", "raw_reward", "truncated",
-    "sample_indices", "group_indices", "rollout_ids",
+    "sample_indices", "group_indices", "rollout_ids", "kl", "teacher_log_probs",
 )  # fmt: skip
 
 
@@ -140,6 +160,18 @@ def rollout_data(batch: TrainBatch, data: RolloutTensors) -> dict[str, Any]:
     }
 
 
+def _tell_of_no_tokens(masks: list[Tensor], before: list[Tensor], origin: str) -> None:
+    """Warn if a function masks every trained token of this rank."""
+    if masks and torch.cat(before).any() and not torch.cat(masks).any():
+        tell(
+            logger,
+            "%s masks every token of the %d samples of a rank: it trains on nothing",
+            origin,
+            len(masks),
+            once=f"no tokens {origin}",
+        )
+
+
 def change_rollout(
     call: Callable[[dict[str, Any]], Any],
     origin: str,
@@ -154,7 +186,7 @@ def change_rollout(
         origin: the function's name in messages (`slime.user_code.loading.named`).
         without_effect: keys of `ASSIGNABLE` that nothing reads after this, with the reason.
     Returns:
-        The return value of the function, which is not used otherwise.
+        The return value of the function; None if it is ``rollout_data``.
     Raises:
         FunctionFailed: it assigned a key that cannot be changed or would have no effect, or a value
             that is not one finite number per response token.
@@ -164,6 +196,7 @@ def change_rollout(
     read_only = {
         key: [value.clone() if isinstance(value, Tensor) else value for value in before[key]]
         for key in READ_ONLY
+        if before[key] is not None
     }
     masks = [mask.clone() for mask in data.loss_masks]
     was_finite = {
@@ -200,7 +233,10 @@ def change_rollout(
                 check_finite(values, data.loss_masks, batch.sample_indices, what)
             if key == "loss_masks":
                 check_masks(values, masks, origin)
+                _tell_of_no_tokens(values, masks, origin)
+            elif key.endswith("log_probs") and (key in assigned or key in was_finite):
+                check_log_probs(values, data.loss_masks, batch.sample_indices, what)
             setattr(data, key, values)
     if data.returns is None:
         data.returns = data.advantages
-    return returned
+    return None if returned is view else returned

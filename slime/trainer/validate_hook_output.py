@@ -7,17 +7,28 @@ tokens, both silently.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import math
 import numbers
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
+from slime.log import get_logger, tell
+from slime.samples.sample_fields import LARGEST_LOG_PROB
 from slime.trainer.records import LossInputs
 from slime.user_code.loading import FunctionFailed, described, shown
+
+logger = get_logger(__name__)
+
+#: Metrics of a step that the trainer sets.
+_TAKEN = ("grad_norm", "skipped", "global_batch_size")
+#: Relative difference of two sums of the same terms that rounding may explain.
+_SAME_LOSS = 0.01
 
 _CUT = (
     "detach(), item(), tolist(), numpy(), torch.no_grad() and a new tensor cut the way back to "
@@ -57,6 +68,27 @@ class UserValues:
                 seen.add(node)
                 waiting.extend(before for before, _ in node.next_functions if before is not None)
         return False
+
+    @contextlib.contextmanager
+    def without_backward(self, origin: str) -> Iterator[None]:
+        """Check that the user's code in this block does not compute gradients of the model itself.
+
+        Raises:
+            FunctionFailed: it did; they would count twice.
+        """
+        reached: list[Any] = []
+        hooks = [node.register_prehook(lambda *_: reached.append(1)) for node in self._nodes]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if reached:
+            raise FunctionFailed(
+                f"{origin} called backward()",
+                why="the trainer does, too, and each gradient would be added twice",
+                fix="return the loss, and leave backward() out",
+            )
 
     def connected(self, value: Tensor, masks: Tensor, what: str, fix: str) -> Tensor:
         """Return ``value``, with a gradient of zeros if it has none and no token is trained, so
@@ -106,6 +138,12 @@ def loss_and_metrics(
             f"{origin} returned {described(metrics)} as its metrics",
             fix="return (loss, metrics), a dict; {} for none",
         )
+    for name in metrics:
+        if str(name) in _TAKEN or str(name).startswith("lr-pg_"):
+            raise FunctionFailed(
+                f"{origin} returned a metric {name!r}, which the trainer has",
+                fix="name it otherwise",
+            )
     fix = "reduce each to a number, with sum_of_sample_mean"
     return loss, {
         _name(name, origin): _number(
@@ -129,6 +167,36 @@ def check_summed(values: Any, masks: Tensor, origin: str) -> None:
             "the micro-batch",
             fix="put the samples' tensors [R] together, as in "
             'torch.cat(batch["current_log_probs"])',
+        )
+
+
+def tell_unless_sum(whole: Tensor, alone: Callable[[int], Any], count: int, origin: str) -> None:
+    """Warn once if a loss is not the sum of those of single samples: it would depend on the samples
+    with which each one shares a micro-batch.
+
+    Args:
+        whole: of a micro-batch with ``count`` samples.
+        alone: the function's value for the sample at a position.
+    """
+    try:
+        with torch.no_grad():
+            total = sum(float(alone(position)) for position in range(count))
+    except Exception as error:  # it may need several samples, or gradients
+        logger.debug("%s was not compared with single samples: %r", origin, error)
+        return
+    value = float(whole.detach())
+    largest = max(abs(value), abs(total))
+    if math.isfinite(largest) and abs(value - total) > max(_SAME_LOSS * largest, 1e-6):
+        tell(
+            logger,
+            "%s is no sum over samples: it is %.4g for a micro-batch of %d samples, and %.4g in "
+            "total for one after the other. So training depends on which samples share a "
+            "micro-batch; sum over samples, as sum_of_sample_mean does, and do not average",
+            origin,
+            value,
+            count,
+            total,
+            once=f"no sum {origin}",
         )
 
 
@@ -328,6 +396,8 @@ def per_token(
     found = []
     for value, mask, index in zip(values, masks, indices):
         try:
+            if getattr(value, "dtype", None) in (torch.complex64, torch.complex128):
+                raise TypeError("it is complex")
             tensor = torch.as_tensor(value, dtype=torch.float32, device=mask.device).detach()
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             why = f"that of the sample with index {index} is {described(value)}: {error}"
@@ -367,3 +437,23 @@ def check_finite(
         why=f"in {len(bad)} of {len(masks)} samples, first that with index {bad[0]}",
         fix="look for a division by 0, and for a logarithm of 0",
     )
+
+
+def check_log_probs(
+    values: Sequence[Tensor], masks: Sequence[Tensor], indices: Sequence[int | None], what: str
+) -> None:
+    """Check that the log-probs of all trained tokens are not above 0, beyond a rounding.
+
+    Raises:
+        FunctionFailed: one is.
+    """
+    trained = [value.where(mask != 0, 0.0) for value, mask in zip(values, masks)]
+    if not trained or not bool((torch.cat(trained) > LARGEST_LOG_PROB).any()):
+        return
+    for index, value in zip(indices, trained):
+        if value.numel() and (largest := float(value.max())) > LARGEST_LOG_PROB:
+            raise FunctionFailed(
+                f"{what} with {largest:g} in the sample with index {index}",
+                why="the logarithm of a probability is not above 0",
+                fix="give log-probs, not probabilities or their ratios",
+            )

@@ -8,8 +8,8 @@ first rollout.
 
 How a Protocol is read: parameters without a default are always passed (keyword-only ones by name);
 parameters with a default are passed by name, and only to functions that accept them. ``args`` is
-`Config.flat()`: all flags as attributes. Every hook may be sync or async, unless its docstring says
-otherwise.
+`Config.shared_args`: all flags as attributes. Every hook may be sync or async, unless its docstring
+says otherwise.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class DataSource(abc.ABC):
     """``--data-source-path``: the source of prompts, a subclass that is built as ``cls(args)``.
 
     A group is the list of ``args.n_samples_per_prompt`` samples of one prompt draw. All of them
-    have the same ``group_index``; ``index`` is a counter over all samples. The
-    methods are sync.
+    have the same ``group_index``; ``index`` is a counter over all samples. New samples have no
+    response and no reward. Lists and dicts that samples share are copied. The methods are sync.
 
     A source that can resume implements one of two pairs of methods. ``state_dict`` and
     ``load_state_dict`` keep the state in the checkpoint. ``save`` and ``load`` write their own
@@ -310,8 +310,8 @@ class BufferFilter(Protocol):
     """``--buffer-filter-path``: chooses which of the groups that were put back are used next.
 
     It must be sync. It removes at most ``num_samples`` groups from ``buffer``
-    (``list[group][Sample]``, oldest first) and returns them. ``rollout_id`` is always None: the
-    buffer does not know the rollout.
+    (``list[group][Sample]``, oldest first) and returns these groups, no others.
+    ``rollout_id`` is always None: the buffer does not know the rollout.
 
     Example:
         >>> def newest_first(args, rollout_id, buffer, num_samples):
@@ -328,8 +328,8 @@ class RolloutSampleFilter(Protocol):
 
     It sets ``remove_sample`` on samples of ``groups`` (``list[group][Sample]``), at the end of the
     rollout. A removed sample is trained on with a loss mask of zeros, and still counts in the
-    statistics of its group. A filter that removes groups or samples from the lists is refused: they
-    would still be trained on.
+    statistics of its group. A filter that returns something, or removes groups or samples from the
+    lists, is refused: they would still be trained on.
 
     Example:
         >>> def drop_truncated(args, groups):
@@ -357,9 +357,10 @@ class RolloutLog(Protocol):
     """``--custom-rollout-log-function-path``: logs a rollout, in addition to the default metrics or
     in their place.
 
-    If it returns True, the default metrics are not logged. ``samples`` is the whole batch, flat;
-    ``extra_metrics`` holds the rollout's counters, and entries that the function adds are logged
-    with the default metrics; ``rollout_time`` is in seconds. Supervised rollouts call it, too.
+    If it returns True, the default metrics are not logged; False or None log them. ``samples`` is
+    the whole batch, flat; ``extra_metrics`` holds the rollout's counters, and entries that the
+    function adds are logged with the default metrics; ``rollout_time`` is in seconds. Supervised
+    rollouts call it, too.
 
     Example:
         >>> def log_lengths(rollout_id, args, samples, extra_metrics, rollout_time):
@@ -383,8 +384,8 @@ class EvalLog(Protocol):
     """``--custom-eval-rollout-log-function-path``: logs an evaluation, in addition to the default
     metrics or in their place.
 
-    If it returns True, the default metrics are not logged. ``data`` is that of
-    `RolloutFnEvalOutput`: per data set, lists with one entry per sample.
+    If it returns True, the default metrics are not logged; False or None log them. ``data`` is that
+    of `RolloutFnEvalOutput`: per data set, lists with one entry per sample.
     """
 
     def __call__(
@@ -487,7 +488,9 @@ class LossFunction(Protocol):
     trained tokens (with ``--calculate-per-token-loss`` the sum over trained tokens). The loss and
     each metric must be such sums: they are added up over micro-batches and ranks, and divided by
     the step's number of trajectories (per token: of trained tokens). The metric ``loss`` is always
-    the returned loss.
+    the returned loss. At the first micro-batch of several samples the function is also called for
+    each of them alone: a warning tells if their losses do not add up. It must not call
+    ``backward``.
 
     Example:
         >>> def loss_function(args, batch, logits, sum_of_sample_mean):
@@ -557,8 +560,9 @@ class PgLossReducer(Protocol):
     to a number.
 
     ``loss_masks`` are [R] per sample, after ``--custom-tis-function-path``. The returned function
-    takes the loss of each token [T] and returns a sum over samples. It is divided by the step's
-    number of trajectories (with ``calculate_per_token_loss`` by its number of trained tokens).
+    takes the loss of each token [T] and returns a sum over samples, which is compared with those of
+    single samples once. It is divided by the step's number of trajectories (with
+    ``calculate_per_token_loss`` by its number of trained tokens).
     """
 
     def __call__(

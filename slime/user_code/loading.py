@@ -33,6 +33,7 @@ from slime.errors import UserError, name_and_text
 from slime.files import write_atomically
 from slime.user_code import calls as user_calls
 from slime.user_code.calls import run_in_thread, run_isolated, running
+from slime.user_code.process_state import kept
 
 #: Variable that gives other processes the driver's working directory and the folder of its
 #: script.
@@ -304,6 +305,43 @@ def check_signature(fn: Any, protocol: type, path: str) -> None:
             why=f"its signature is {signature}: {error}",
             fix=f"give it these parameters; see slime.user_code.hooks.{protocol.__name__}",
         ) from error
+    _check_order(signature, positional, path)
+
+
+#: Parameters of reward functions of other systems → the system.
+_FOREIGN = {
+    "completions": "TRL",
+    "completion_ids": "TRL",
+    "prompts": "TRL",
+    "solution_str": "verl",
+    "ground_truth": "verl",
+}
+
+
+def _check_order(signature: inspect.Signature, wanted: list[str], path: str) -> None:
+    """Check that parameters with the names of the protocol are in its order, as they are passed by
+    position, and that none has the name of another system's.
+
+    Raises:
+        UserError: the function would take one argument for another.
+    """
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in signature.parameters.values() if p.kind in kinds][: len(wanted)]
+    call = f"'{path}' is called as ({', '.join(wanted)}), and its signature is {signature}"
+    for name, passed in zip(names, wanted):
+        if name != passed and name in wanted:
+            raise UserError(
+                call,
+                why=f"its '{name}' would be the {passed}: arguments are passed by position",
+                fix="put its parameters into this order",
+            )
+        if name in _FOREIGN:
+            raise UserError(
+                call,
+                why=f"'{name}' is a parameter of {_FOREIGN[name]}'s functions, and would be the "
+                f"{passed}",
+                fix=f"take ({', '.join(wanted)}); a Sample has prompt, response and label",
+            )
 
 
 def check_class(cls: Any, base: type, path: str) -> None:
@@ -494,7 +532,7 @@ def failures_of(what: str) -> Iterator[None]:
     except UserError as error:
         with_user_frames(error, error)
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # an exit with status 0 would look like a good end
         *_, last = traceback.extract_tb(error.__traceback__)
         if last.filename.startswith(_SLIME) and last.filename not in (
             __file__,
@@ -507,6 +545,21 @@ def failures_of(what: str) -> Iterator[None]:
             f"{what} failed", why=name_and_text(error), fix=where_to_mend(error)
         )
         raise with_user_frames(failure, error) from error
+
+
+def check_returns_nothing(returned: Any, given: Iterable[Any], origin: str, instead: str) -> None:
+    """Check the return value of a function that works by changing what it is given.
+
+    Args:
+        given: its arguments; it may return one of them.
+        instead: what it should do.
+    Raises:
+        FunctionFailed: it returned something else, which nothing would read.
+    """
+    if returned is not None and not any(returned is one for one in given):
+        raise FunctionFailed(
+            f"{origin} returned {described(returned)}, which nothing reads", fix=instead
+        )
 
 
 def named(path: str, flag: str = "") -> str:
@@ -589,9 +642,11 @@ def user_function(path: str, flag: str = "") -> Callable[..., Any]:
     """
     fn = load_function(path)
 
+    origin = named(path, flag)
+
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with failures_of(named(path, flag)), running(path):
+        with failures_of(origin), kept(origin, in_training=True), running(path):
             return fn(*args, **kwargs)
 
     return call
@@ -608,7 +663,8 @@ async def call_user_function(path: str, *args: Any, flag: str = "", **kwargs: An
         flag: the function's flag, for messages.
     """
     fn = load_function(path)
-    with failures_of(named(path, flag)):
+    origin = named(path, flag)
+    with failures_of(origin), kept(origin):
         return await call_hook(fn, *args, what=path, **kwargs)
 
 

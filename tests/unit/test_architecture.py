@@ -44,7 +44,8 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 FLOORS = (
     *("documentation", "deadlines", "errors", "data_path", "redact", "files", "paths"),
     *(f"processes.{name}" for name in ("stacks", "children", "host", "garbage", "footprint")),
-    *("user_code.calls", "user_code.loading", "log", "processes", "http_access", "hub"),
+    *("log", "user_code.process_state", "user_code.calls", "user_code.loading"),
+    *("processes", "http_access", "hub"),
     *("config", "placement", "algorithms", "models", "samples", "user_code", "observe"),
     *(
         "prompts",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -214,6 +215,15 @@ def test_custom_config_is_applied_before_derivation_and_wins(tmp_path: Path) -> 
     assert config.extra == {"my_plugin_depth": 3} and config.flat().my_plugin_depth == 3
 
 
+def test_a_flag_that_a_file_replaces_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "custom.yaml"
+    path.write_text("lr: 1e-6\nrollout_batch_size: 4")
+    config = make_config(lr=1e-5, rollout_batch_size=4, custom_config_path=str(path))
+    assert config.megatron.lr == 1e-6
+    assert [line for line in config.warnings if "--lr 1e-05 has no effect" in line]
+    assert not [line for line in config.warnings if "rollout-batch-size" in line]
+
+
 def test_custom_config_with_a_misspelt_flag(tmp_path: Path) -> None:
     path = tmp_path / "custom.yaml"
     path.write_text("globl_batch_size: 8\n")
@@ -250,8 +260,9 @@ def test_a_file_of_roles_wins_over_flags(tmp_path: Path) -> None:
     assert critic.critic_load == "there" and config.origins["critic_lr"] == f"yaml {path}"
     assert (config.cluster.actor_num_nodes, critic.critic_num_nodes, critic.num_gpus) == (2, 2, 4)
     assert critic.critic_tensor_model_parallel_size == 2
-    [idle] = [warning for warning in config.warnings if "has no effect" in warning]
-    assert "save of the critic" in idle
+    idle = [warning for warning in config.warnings if "has no effect" in warning]
+    assert len(idle) == 2 and "save of the critic" in idle[1]
+    assert f"--lr 1.0 has no effect: {path} sets it to 1e-06" in idle[0]
 
 
 @pytest.mark.parametrize(
@@ -380,3 +391,86 @@ def test_the_home_folder_is_found_where_no_shell_replaces_it(
 def test_a_flag_out_of_range_is_not_also_missing() -> None:
     _, errors = judge_args([*BASE[:2], *BASE[4:], "--num-rollout", "-3"])
     assert [error.what for error in errors] == ["--num-rollout is -3"]
+
+
+#: A line of a --config file → what it sets, or a part of the refusal.
+YAML_AS_MEANT: dict[str, Any] = {
+    "seed: 017": {"seed": 17},
+    "seed: 0x1F": {"seed": 31},
+    "seed: 1_000": {"seed": 1000},
+    "seed: 1.0e+3": {"seed": 1000},
+    "seed: 12:30": "must be a whole number, not '12:30'",
+    "seed: 2024-01-01": "must be a whole number, not '2024-01-01'",
+    "seed: null": {},
+    "seed:": "seed has no value",
+    "colocate:": "write colocate: true",
+    "seed: ${SEED}": "only a shell replaces variables",
+    "lr: 1e-6": {"lr": 1e-6},
+    "lr: 12:30.5": "must be a number, not '12:30.5'",
+    "colocate: off": {"colocate": False},
+    'colocate: "on"': {"colocate": True},
+    "colocate: 1": {"colocate": True},
+    "colocate: true\nno-colocate: true": "contradicts another line",
+    "save: 12:30": {"save": "12:30"},
+    "save: 1.10": {"save": "1.10"},
+    "save: 017": {"save": "017"},
+    "save: no": {"save": "no"},
+    "save: none": "would be taken as a name",
+    "save: ${oc.env:HOME}/x": "has a variable in it",
+    "save: a/$RUN/b": "has a variable in it",
+    'save: "C:\\new"': "control character '\\n'",
+    "save: \"'a'\"": "quotes around it",
+    "label_key: None": "would be taken as a name",
+    "rollout_stop: [no, 1.10, $, ~x]": {"rollout_stop": ("no", "1.10", "$", "~x")},
+    "rollout_stop: [null]": "must be text, not None",
+    "rollout_stop_token_ids: [010]": {"rollout_stop_token_ids": (10,)},
+    "apply_chat_template_kwargs: {think: off, day: 2024-01-01, no: 017, rate: 1e-3}": {
+        "apply_chat_template_kwargs": {
+            "think": False,
+            "day": "2024-01-01",
+            "no": "017",
+            "rate": 0.001,
+        }
+    },
+    "train_env_vars: {A: on}": "sets A to True",
+    "train_env_vars: {A: 1.10}": "write it in quotes",
+    "advantage_estimator: GRPO": "did you mean grpo",
+    "--lr: 1": "there is no flag --lr",
+}
+
+
+@pytest.mark.parametrize("text", YAML_AS_MEANT)
+def test_yaml_is_read_as_it_is_meant(text: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    expected = YAML_AS_MEANT[text]
+    if isinstance(expected, dict):
+        assert read_config_file(str(tmp_path / "run.yaml")).values == expected
+        return
+    with pytest.raises(UserError) as caught:
+        make_config(config=str(tmp_path / "run.yaml"))
+    assert expected in str(caught.value) and caught.value.fix
+
+
+def test_numbers_of_a_file_for_hooks_are_numbers(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("rate: 1e-3\nzip: 01234\nat: 12:30\nuses_tools: on")
+    extra = read_custom_config(str(tmp_path / "own.yaml")).extra
+    assert extra == {"rate": 1e-3, "zip": "01234", "at": "12:30", "uses_tools": True}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rollout-stop", "a", "--rollout-stop", "b"], "--rollout-stop is given more than once"),
+        (["--label-key", ""], "--label-key is empty"),
+        (["--rollout-stop=a", "--rollout-stop=b", "--lr", "1", "--lr", "2"], ""),
+    ],
+)
+def test_values_that_are_lost_are_told(words: list[str], said: str) -> None:
+    assert [one[: len(said)] for one in read_argv(words).warnings] == ([said] if said else [])
+
+
+def test_one_configuration_file_is_read() -> None:
+    with pytest.raises(UserError, match=r"--config is given twice: a\.yaml and b\.yaml"):
+        read_argv(["--config", "a.yaml", "--config", "b.yaml"])
+    with pytest.raises(UserError, match="'a' comes twice"):
+        read_argv(["--apply-chat-template-kwargs", '{"a": 1, "a": 2}'])

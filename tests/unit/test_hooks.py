@@ -130,6 +130,13 @@ def test_functions_that_fit(flag: str, fn: Any) -> None:
         ),
         ("rollout_function_path", lambda args, rollout_id, data_source: [], "evaluation=…"),
         ("custom_tis_function_path", lambda args, *, pg_loss: pg_loss, "train_log_probs"),
+        ("custom_rm_path", lambda sample, args: 0, "its 'sample' would be the args"),
+        ("custom_rm_path", lambda prompts, completions, **kwargs: 0, "a parameter of TRL's"),
+        (
+            "custom_rollout_log_function_path",
+            lambda args, rollout_id, samples, extra_metrics, rollout_time: None,
+            "its 'args' would be the rollout_id",
+        ),
         ("custom_rm_path", 3, "is not a function but a int"),
         ("custom_rm_path", Callable_, "name an object: callable_ = Callable_(…)"),
         ("custom_rm_path", yields, "is a generator"),
@@ -360,7 +367,7 @@ def test_dynamic_filter_wraps_bare_bools() -> None:
             keep=False
         )
         full = DynamicFilterOutput(False, "why", True)
-        assert await call_dynamic_filter(lambda a, s: full, None, []) is full
+        assert await call_dynamic_filter(lambda a, s: full, None, []) == full
 
     asyncio.run(run())
 

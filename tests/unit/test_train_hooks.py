@@ -165,6 +165,14 @@ def always_whole(pre_process: bool, post_process: bool, vp_stage: int | None = N
     return default_model(True, False, vp_stage)
 
 
+def in_half_precision(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any:
+    return default_model(pre_process, post_process, vp_stage).half()
+
+
+def without_values(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any:
+    return default_model(pre_process, post_process, vp_stage).to("meta")
+
+
 def test_a_provider_builds_on_the_default_model() -> None:
     seen.clear()
     plain, provided = trainer(lr=0.02), None
@@ -192,6 +200,8 @@ def test_a_provider_builds_on_the_default_model() -> None:
     [
         ("linear_layer", "returned a Linear"),
         ("always_whole", r"\(pre_process, post_process\) = \(True, False\)"),
+        ("in_half_precision", "has float16"),
+        ("without_values", "no values, on the device meta"),
     ],
 )
 def test_a_provider_of_something_else_is_refused(name: str, expected: str) -> None:
@@ -236,6 +246,11 @@ def too_few_layers(args: Any, config: Any, vp_stage: int | None) -> Any:
     return dataclasses.replace(block, layer_specs=block.layer_specs[1:])
 
 
+def fewer_layers(args: Any, config: Any, vp_stage: int | None) -> Any:
+    config.num_layers = 1
+    return default_layer_spec(args, config, vp_stage)
+
+
 def no_layers(args: Any, config: Any, vp_stage: int | None) -> Any:
     return torch.nn.Linear(2, 2)
 
@@ -263,7 +278,12 @@ def test_a_layer_spec_is_given_the_run_and_takes_effect() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("no_layers", "gave a Linear"), ("too_few_layers", r"gave \d+ layers?")]
+    ("name", "expected"),
+    [
+        ("no_layers", "gave a Linear"),
+        ("too_few_layers", r"gave \d+ layers?"),
+        ("fewer_layers", r"changed config\.num_layers from 4 to 1"),
+    ],
 )
 def test_a_spec_of_something_else_is_refused(name: str, expected: str) -> None:
     with pytest.raises(UserError, match=expected):
@@ -299,6 +319,21 @@ def before_step(
     with torch.no_grad():
         for parameter in model[0].parameters():  # seen by the passes of this very step
             parameter.mul_(0.0)
+
+
+def returns_the_model(args: Any, model: Any, store_prefix: str) -> Any:
+    model.clear()  # a list of its own
+    return 1.0
+
+
+def test_what_a_function_around_a_phase_returns_is_refused() -> None:
+    backend = trainer(custom_megatron_before_log_prob_hook_path=hook_path("returns_the_model"))
+    try:
+        with pytest.raises(UserError, match=r"returned the float 1\.0, which nothing reads"):
+            backend.log_probs(make_batch())
+        assert backend.model_chunks
+    finally:
+        backend.close()
 
 
 def test_each_function_sees_what_it_should() -> None:

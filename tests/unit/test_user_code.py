@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import os
 import pickle
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slime.config import make_config
 from slime.engines.request_fields import BadRequest, parse_params
@@ -24,14 +28,17 @@ from slime.samples.batch import TrainLayout
 from slime.samples.convert import to_train_batches
 from slime.samples.types import Group, Sample, SampleStatus
 from slime.trainer.user_functions import UserFunctions
+from slime.user_code import process_state
 from slime.user_code.hooks import RolloutFnTrainOutput
 from slime.user_code.loading import (
+    FunctionFailed,
     call_user_function,
     failures_of,
     load_function,
     user_frames,
     user_function,
 )
+from slime.user_code.process_state import kept
 from tests.support.fake_rollout import FakeClient, FakeRewards, FakeSource, hook_args, make_state
 from tests.support.prompt_fixtures import make_tokenizer
 from tests.support.run_folders import create_run
@@ -238,3 +245,113 @@ def test_the_crash_folder_and_the_report_have_them(file: Path, tmp_path: Path) -
     for name in ("traceback.txt", "crash.json"):
         assert "line 9, in helper" in (folder / name).read_text()
     assert "line 9, in helper" in write_report(run.path).read_text()
+
+
+# -- what a process shares -------------------------------------------------------------------------
+
+#: What a function leaves behind → a part of the warning.
+LEFT_BEHIND: dict[str, tuple[Callable[[], Any], str]] = {
+    "directory": (lambda: os.chdir("/"), "the working directory"),
+    "handler": (lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN), "a signal handler"),
+    "alarm": (lambda: signal.setitimer(signal.ITIMER_REAL, 900.0), "an alarm"),
+    "dtype": (lambda: torch.set_default_dtype(torch.float64), "torch's default dtype"),
+    "device": (lambda: torch.set_default_device("meta"), "torch's default device"),
+    "gradients": (lambda: torch.set_grad_enabled(False), "whether torch computes gradients"),
+    "algorithms": (
+        lambda: torch.use_deterministic_algorithms(True),
+        "torch's deterministic algorithms",
+    ),
+    "precision": (
+        lambda: torch.set_float32_matmul_precision("medium"),
+        "torch's precision of matrix products",
+    ),
+    "seed": (lambda: torch.manual_seed(5), "torch's seed"),
+}
+
+
+def state_of_process() -> list[Any]:
+    return [
+        os.getcwd(),
+        signal.getsignal(signal.SIGTERM),
+        signal.getitimer(signal.ITIMER_REAL),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.get_rng_state().tolist(),
+    ]
+
+
+@pytest.fixture
+def untold_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_state, "_told", {})
+
+
+@pytest.mark.parametrize("change", LEFT_BEHIND)
+def test_what_a_process_shares_is_set_back_and_told_once(
+    change: str, untold_yet: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    do, said = LEFT_BEHIND[change]
+    before = state_of_process()
+    for _ in range(2):
+        with kept("'mine.f' (--flag)", in_training=True):
+            do()
+        assert state_of_process() == before
+    [line] = caplog.messages
+    assert line.startswith(f"'mine.f' (--flag) has changed {said}") and "set back" in line
+
+
+def test_draws_and_new_variables_are_the_functions_own(
+    untold_yet: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SLIME_TEST_OLD", "1")
+    before = torch.get_rng_state()
+    with kept("f", in_training=True):
+        torch.rand(())
+        monkeypatch.setenv("SLIME_TEST_NEW", "1")
+    assert not torch.equal(torch.get_rng_state(), before) and not caplog.messages
+    with kept("f"):
+        monkeypatch.setenv("SLIME_TEST_OLD", "2")
+    assert "the variable SLIME_TEST_OLD of the environment" in caplog.text
+
+
+def test_overlapping_functions_are_told_together_and_disturb_no_other(
+    untold_yet: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = os.getcwd()
+    with kept("first"):
+        os.chdir(tmp_path)
+        with kept("second"):
+            pass
+        assert os.getcwd() == str(tmp_path), "the first one still works there"
+    assert os.getcwd() == before and caplog.messages[0].startswith("first or second has changed")
+
+
+def test_hooks_share_args_and_change_no_flag() -> None:
+    config = make_config(rollout_stop=["a"], rollout_batch_size=2)
+    args = config.shared_args
+    args.mine = [1]
+    assert config.shared_args.mine == [1] and not hasattr(config.flat(), "mine")
+    assert "mine" not in vars(pickle.loads(pickle.dumps(config)).shared_args)
+    args.rollout_batch_size = 2  # as it is
+    changes: list[Callable[[], Any]] = [
+        lambda: setattr(args, "rollout_batch_size", 4),
+        lambda: delattr(args, "lr"),
+        lambda: args.rollout_stop.append("b"),
+        lambda: args.train_env_vars.update(A="1"),
+    ]
+    for change in changes:
+        with pytest.raises(FunctionFailed, match="which would have no effect") as caught:
+            change()
+        assert "copy.copy(args)" in caught.value.fix
+    for twin in (copy.copy(args), copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
+        twin.rollout_batch_size = 4
+        twin.rollout_stop.append("b")
+    assert args.rollout_batch_size == 2 and args.rollout_stop == ["a"]
+
+
+def test_a_function_that_exits_has_failed(tmp_path: Path) -> None:
+    (tmp_path / "exits.py").write_text("def f(*args): raise SystemExit(0)")
+    with pytest.raises(FunctionFailed, match="SystemExit: 0"):
+        user_function(f"{tmp_path}/exits.py:f", "--flag")()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
+import os
 import threading
 from collections.abc import Callable
 from decimal import Decimal
@@ -41,6 +42,7 @@ from slime.rollout.user_rollouts import (
     validate_groups,
 )
 from slime.samples.batch import TrainLayout
+from slime.samples.buffer import SampleBuffer
 from slime.samples.convert import to_train_batches
 from slime.samples.sample_fields import (
     FIELDS,
@@ -53,7 +55,12 @@ from slime.samples.types import Group, Sample, SampleStatus, TokenSpan
 from slime.trainer.non_finite import NonFiniteTraining
 from slime.trainer.records import RolloutTensors
 from slime.trainer.user_functions import change_rollout, functions_before_loss
-from slime.user_code.hooks import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.user_code import process_state
+from slime.user_code.hooks import (
+    DynamicFilterOutput,
+    RolloutFnEvalOutput,
+    RolloutFnTrainOutput,
+)
 from slime.user_code.loading import FunctionFailed, load_function, makers_of_samples
 from tests.support.fake_rollout import FakeClient, FakeRewards, FakeSource, hook_args, make_state
 from tests.support.trainer_ranks import make_batch
@@ -288,6 +295,19 @@ def test_notes_on_a_sample_may_be_changed(kind: str, change: str) -> None:
     _, name, call = KINDS[kind]
     DO[:] = [ALLOWED[change]]
     call([finished(0), finished(1)], ME + name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_function_leaves_the_working_directory(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process_state, "_told", {})
+    flag, name, call = KINDS[kind]
+    DO[:] = [lambda sample: os.chdir("/")]
+    before = os.getcwd()
+    call([finished(0), finished(1)], ME + name)
+    assert os.getcwd() == before
+    assert f"'{ME}{name}' ({flag}) has changed the working directory" in caplog.text
 
 
 ODD_NOTES: dict[str, tuple[str, Callable[[Sample], Any]]] = {
@@ -966,7 +986,7 @@ def test_metrics_that_are_not_finite_are_told_with_the_functions_name(
         for m in caplog.messages
         if "logs_odd_metrics' (--custom-rollout-log-function-path) gives" in m
     ]
-    assert len(said) == 2
+    assert len(said) == 3 and "mine/text" not in output.metrics
     DO[:] = [np.zeros(2)]  # type: ignore[list-item]
     with pytest.raises(FunctionFailed, match=r"returned a ndarray of shape \[2\]"):
         asyncio.run(finish_rollout(flags, flags.flat(), 0, RolloutFnTrainOutput([]), 1.0))
@@ -1037,3 +1057,219 @@ def test_an_alarm_names_the_functions_that_made_the_log_probs() -> None:
     assert named.detail.startswith(makers_of_samples(flags)[0]) and named.fix.startswith(
         "check first"
     )
+
+
+# -- return values and lists that nothing reads ----------------------------------------------------
+
+
+def returning(args: Any, groups: Any, *more: Any) -> Any:
+    return DO[0](groups)
+
+
+def logging_function(
+    rollout_id: int, args: Any, samples: Any, extra_metrics: Any, rollout_time: float
+) -> Any:
+    return DO[0](extra_metrics)
+
+
+@pytest.mark.parametrize("dest", ["rollout_sample_filter_path", "rollout_all_samples_process_path"])
+@pytest.mark.parametrize(
+    ("do", "is_refused"),
+    [
+        (lambda groups: groups[:1], True),
+        (lambda groups: [True, False], True),
+        (lambda groups: groups, False),
+        (lambda groups: None, False),
+    ],
+)
+def test_a_filter_that_returns_groups_is_told_that_nothing_reads_them(
+    dest: str, do: Any, is_refused: bool
+) -> None:
+    DO[:] = [do]
+    if not is_refused:
+        return groups_with(dest, [finished(0)], ME + "returning")
+    with pytest.raises(FunctionFailed, match="which nothing reads") as caught:
+        groups_with(dest, [finished(0)], ME + "returning")
+    assert "return nothing" in caught.value.fix
+    return None
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, {}, "ok", [1], 3, np.array([True, False])])
+def test_a_log_function_does_not_switch_metrics_off_by_mistake(value: Any) -> None:
+    DO[:] = [lambda metrics: value]
+    with pytest.raises(FunctionFailed, match="returned") as caught:
+        log_with([finished(0)], ME + "logging_function")
+    assert "extra_metrics" in caught.value.fix
+
+
+@pytest.mark.parametrize("value", ["x", None, [1.0], {"a": 1}, np.ones(2)])
+def test_metrics_that_are_no_numbers_are_told_and_left_out(
+    value: Any, fresh: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    from slime.rollout.user_rollouts import checked_metrics
+
+    found = checked_metrics({"a": value, "b": np.float32(1.0), "c": torch.tensor(2)}, "'mine'")
+    assert found == {"b": 1.0, "c": 2.0} and "'mine' gives the metric a" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        math.nan,
+        DynamicFilterOutput(keep="no"),  # type: ignore[arg-type]
+        DynamicFilterOutput(keep=None),  # type: ignore[arg-type]
+        DynamicFilterOutput(keep=False, reason=["a"]),  # type: ignore[arg-type]
+        DynamicFilterOutput(keep=False, keep_when_insufficient="no"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_verdict_says_yes_or_no(verdict: Any) -> None:
+    with pytest.raises(FunctionFailed, match="the filter returned"):
+        verdict_of(verdict)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({}, "no data set"),
+        ({"a": {"rewards": [1.0, 0.0], "truncated": [True]}}, "1 truncated for 2 rewards"),
+        ({"a": {"rewards": [1.0, 0.0], "samples": [finished(0)]}}, "1 samples for 2 rewards"),
+    ],
+)
+def test_an_evaluation_has_one_entry_per_reward(data: Any, said: str) -> None:
+    flags = config()
+    with pytest.raises(FunctionFailed, match=said):
+        asyncio.run(finish_evaluation(flags, flags.flat(), 0, RolloutFnEvalOutput(data), 1.0))
+
+
+#: What a buffer filter does with the buffer.
+TAKEN: dict[str, Callable[[list[Any]], Any]] = {
+    "loses one": lambda buffer: [buffer.pop(0)] if buffer.pop() else [],
+    "loses all": lambda buffer: buffer.clear() or [],
+    "gives one twice": lambda buffer: [buffer.pop(0)] * 2 if buffer.pop() else [],
+    "gives others": lambda buffer: [[finished(9)]] if buffer.pop() else [],
+    "gives none of a group": lambda buffer: [[]] if buffer.pop() else [],
+    "changes an index": lambda buffer: setattr(buffer[0][0], "index", 7) or [buffer.pop(0)],
+}
+
+
+@pytest.mark.parametrize("change", TAKEN)
+def test_a_buffer_filter_returns_what_it_removes(change: str) -> None:
+    buffer = SampleBuffer(
+        None, lambda args, rollout_id, groups, count: TAKEN[change](groups), "'f'"
+    )
+    buffer.add([[finished(index, group_index=index)] for index in range(3)])
+    with pytest.raises(FunctionFailed, match="'f' returned"):
+        buffer.take(2)
+
+
+# -- samples that are one object, or out of step ---------------------------------------------------
+
+
+async def one_for_all(args: Any, sample: Sample, sampling_params: Any) -> Any:
+    return DO[0]
+
+
+def replacing(args: Any, sample: Sample) -> Any:
+    return DO[0](sample)
+
+
+def test_one_object_for_two_samples_is_refused() -> None:
+    DO[:] = [finished(0)]
+    assert "returned one object for sample" in str(generated(ME + "one_for_all").failure)
+
+
+@pytest.mark.parametrize(
+    ("do", "said"),
+    [
+        (lambda sample: setattr(sample, "tokens", sample.tokens[:-1]), "the same response_length"),
+        (lambda sample: Sample(), "without tokens"),
+        (setting("status", SampleStatus.ABORTED), "with the status aborted"),
+        (setting("status", SampleStatus.PENDING), ""),
+        (lambda sample: setattr(sample, "tokens", [9, *sample.tokens]), ""),
+    ],
+)
+def test_a_hook_keeps_the_response_in_its_place(do: Any, said: str) -> None:
+    DO[:] = [do]
+    run = generated("", custom_generate_function_path=None,
+                    rollout_sample_hook_path=[ME + "replacing"])  # fmt: skip
+    assert (said in str(run.failure)) if said else run.failure is None
+
+
+class SharingSource(FakeSource):
+    """Gives all samples of a group the same lists and dicts."""
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        groups = super().get_samples(num_samples)
+        for group in groups:
+            for sample in group:
+                sample.tokens, sample.metadata = group[0].tokens, group[0].metadata
+                DO[0](sample)
+        return groups
+
+
+def drawn_from_sharing() -> list[list[Sample]]:
+    state = make_state(FakeClient(), args=hook_args())
+    sampler = DynamicSampler(
+        GroupRunner(state, FakeRewards(), rollout_id=0), SharingSource(2),
+        target=1, draw_size=1, group_size=2, max_failed_fraction=0.0,
+    )  # fmt: skip
+    return [run.samples for run in asyncio.run(sampler.collect()).chosen]
+
+
+def test_samples_do_not_share_tokens_and_metadata() -> None:
+    DO[:] = [lambda sample: None]
+    [[one, other]] = drawn_from_sharing()
+    assert one.tokens is not other.tokens and one.metadata is not other.metadata
+    assert len(one.tokens) - one.response_length == len(other.tokens) - other.response_length
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (setting("reward", 1.0), "have a reward"),
+        (setting("response", "x"), "have the response"),
+        (setting("status", SampleStatus.COMPLETED), "no response"),
+    ],
+)
+def test_half_made_samples_of_a_source_are_refused(change: Any, said: str) -> None:
+    DO[:] = [change]
+    with pytest.raises(FunctionFailed, match=said):
+        drawn_from_sharing()
+
+
+def padding(args: Any, samples: list[Sample]) -> Any:
+    return converted(samples) | {"tokens": [[*sample.tokens, 0] for sample in samples]}
+
+
+def test_padding_behind_a_response_is_refused() -> None:
+    with pytest.raises(FunctionFailed, match="1 more tokens behind those of the sample"):
+        batches([finished(0)], custom_convert_samples_to_train_data_path=ME + "padding")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("log_probs", "rollout_log_probs"), ("remove_samples", "remove_sample"), ("my_notes", "")],
+)
+def test_names_of_other_systems_are_told(
+    name: str, meant: str, fresh: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    DO[:] = [setting(name, [1])]
+    filter_with([finished(0)], ME + "dynamic_filter")
+    assert (f"sets sample.{name}" in caplog.text) == bool(meant)
+    assert f"did you mean sample.{meant}?" in caplog.text or not meant
+
+
+def test_ids_beyond_the_embedding_are_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime.samples.convert.vocab_size_of", lambda *args: 8)
+    with pytest.raises(UserError, match="has the token 8, and the model has 8 tokens"):
+        batches([finished(0)])
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="has the token -1"):
+        batches([finished(0, tokens=[-1, 6, 7, 8])])
+
+
+def test_a_rollout_without_a_trained_token_is_told(
+    fresh: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    batches([finished(0, remove_sample=True), finished(1, loss_mask=[0, 0])])
+    assert "rollout 0 has no trained token" in caplog.text

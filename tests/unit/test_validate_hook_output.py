@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import slime.log
 from slime.trainer.loss import LOSS_TYPES, micro_batch_loss
 from slime.trainer.records import LossInputs, RolloutTensors, TokenScores
 from slime.trainer.user_functions import UserFunctions, change_rollout
@@ -305,3 +306,100 @@ def test_what_is_not_one_number_per_token_is_refused(values: Callable[..., Any],
         caught.value.what.startswith(f"{ORIGIN} assigned rollout_data['advantages']")
         and caught.value.fix
     )
+
+
+# -- what trains otherwise than it looks -----------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warnings that were told are told again."""
+    monkeypatch.setattr(slime.log, "_said", set())
+
+
+def test_gradients_are_left_to_the_trainer() -> None:
+    def loss(args: Any, batch: Any, logits: Tensor, mean: Any) -> Any:
+        value = loss_of(batch, mean)
+        value.backward(retain_graph=True)
+        return value, {}
+
+    with pytest.raises(FunctionFailed, match=r"called backward\(\)"):
+        with_loss(loss)
+
+    def penalised(args: Any, batch: Any, logits: Tensor, mean: Any) -> Any:
+        value = loss_of(batch, mean)
+        torch.autograd.grad(value, batch["current_log_probs"], retain_graph=True)
+        return value, {}
+
+    assert with_loss(penalised)[0].requires_grad, "gradients of what it was given are its own"
+
+
+def summed(args: Any, batch: Any, logits: Tensor, mean: Any) -> Any:
+    return loss_of(batch, mean), {}
+
+
+def averaged(args: Any, batch: Any, logits: Tensor, mean: Any) -> Any:
+    return torch.cat(batch["current_log_probs"]).mean(), {}
+
+
+def of_pairs(args: Any, batch: Any, logits: Tensor, mean: Any) -> Any:
+    return batch["current_log_probs"][1].sum(), {}
+
+
+@pytest.mark.parametrize(
+    ("run", "is_told"),
+    [
+        (lambda: with_loss(summed), False),
+        (lambda: with_loss(averaged), True),
+        (lambda: with_loss(of_pairs), False),
+        (lambda: with_reducer(lambda losses: losses.sum()), False),
+        (lambda: with_reducer(lambda losses: losses.mean()), True),
+    ],
+)
+def test_a_loss_that_depends_on_the_micro_batch_is_told(
+    run: Callable[[], Any], is_told: bool, fresh: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    run()
+    assert ("is no sum over samples" in caplog.text) == is_told
+
+
+@pytest.mark.parametrize("name", ["grad_norm", "skipped", "lr-pg_0"])
+def test_metrics_of_the_trainer_are_not_replaced(name: str) -> None:
+    with pytest.raises(FunctionFailed, match="which the trainer has"):
+        with_loss(lambda args, batch, logits, mean: (loss_of(batch, mean), {name: 1.0}))
+
+
+#: What a function does with ``rollout_data`` → a part of the refusal, or of the warning.
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "probabilities": (
+        lambda data: data.update(log_probs=[torch.ones_like(x) for x in data["log_probs"]]),
+        "the logarithm of a probability is not above 0",
+    ),
+    "complex advantages": (
+        lambda data: data.update(advantages=[x * 1j for x in data["advantages"]]),
+        "it is complex",
+    ),
+    "kl in place": (lambda data: data["kl"][0].add_(1.0), r"changed rollout_data\['kl'\] in place"),
+    "no masks": (
+        lambda data: data.update(loss_masks=[x * 0 for x in data["loss_masks"]]),
+        "masks every token of the 2 samples",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_function_assigns_can_be_trained_on(
+    change: str, fresh: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    do, told = CHANGES[change]
+    batch = make_batch([[0, 1]])
+    ones = [torch.ones(length) for length in batch.response_lengths]
+    data = RolloutTensors(loss_masks=list(batch.loss_masks))
+    data.advantages, data.kl = ones, [-one for one in ones]
+    data.log_probs = [-one for one in ones]
+    if told.startswith("masks every token"):
+        change_rollout(do, ORIGIN, batch, data, {})
+        assert f"{ORIGIN} masks every token" in caplog.text
+        return
+    with pytest.raises(FunctionFailed, match=told):
+        change_rollout(do, ORIGIN, batch, data, {})

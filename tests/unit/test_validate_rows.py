@@ -626,3 +626,37 @@ def test_unchecked_rows_of_no_use_are_passed_over_and_told(large: str) -> None:
     assert set(labels) == {"A"} and len(source) == 21_000
     assert [line for line in untold() if f"{large}:10004" in line]
     assert source.where(10_002) == f"{large}:10003" and source.where(10_003) == f"{large}:10005"
+
+
+# -- tokens without a row in the embedding ---------------------------------------------------------
+
+MESSAGES = {"messages": [{"role": "user", "content": "1+2="}], "label": "3"}
+CHAT = {"input_key": "messages"}
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "row", "flags", "token"),
+    [
+        (110, MESSAGES, {**CHAT, "apply_chat_template": True}, ""),
+        (97, GOOD, {}, ""),
+        (97, GOOD | {"input": "1<|im_end|>"}, {}, "<|im_end|>"),
+        (97, MESSAGES, {**CHAT, "apply_chat_template": True}, "<|im_"),
+        (97, MESSAGES, CHAT, "<|im_"),  # rendered when they are drawn
+        (97, chat("1", "2"), {**CHAT, "loss_type": "sft_loss"}, "<|im_"),
+        (60, GOOD, {}, ""),
+        (60, GOOD | {"input": "what"}, {}, "w"),
+        (60, {"input": [1, 70], "label": "3"}, {}, "e"),
+    ],
+)
+def test_tokens_beyond_the_embedding_are_refused_where_they_occur(
+    vocab_size: int, row: Any, flags: Any, token: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("slime.prompts.source.vocab_size_of", lambda *args: vocab_size)
+    flags = {"label_key": None, **flags} if "sft_loss" in flags.values() else flags
+    error = report_of(write_jsonl(tmp_path / "rows.jsonl", [row]), **flags).error
+    if not token:
+        assert error is None
+        return
+    assert "1 of 1 rows have tokens that the model does not know" in str(error)
+    assert f"'{token}" in str(error) and "resize_token_embeddings" in str(error)

@@ -41,6 +41,7 @@ from slime.user_code.loading import (
     with_user_frames,
 )
 from slime.user_code.overrides import Part, override_of
+from slime.user_code.process_state import kept
 
 logger = get_logger(__name__)
 Reward = float | dict[str, Any]
@@ -101,7 +102,7 @@ class RewardPool:
 
     Args:
         config: groups ``reward`` and ``rollout`` are read.
-        args: passed to users' functions; ``config.flat()`` when None.
+        args: passed to users' functions; ``config.shared_args`` when None.
         standalone: only rewards run (``slime reward``).
     Raises:
         UserError: unknown ``--rm-type``, or a custom function that cannot be loaded or called.
@@ -116,7 +117,7 @@ class RewardPool:
         reward = config.reward
         self._data = config.data
         self._standalone = standalone
-        self._args = config.flat() if args is None else args
+        self._args = config.shared_args if args is None else args
         self._rm_type = reward.rm_type
         self._path = reward.custom_rm_path
         self._url = reward.rm_url
@@ -325,7 +326,8 @@ class RewardPool:
         try:
             # the deadline counts from the moment at which a thread is free
             async with contextlib.nullcontext() if is_async(fn) else self._threads:
-                with frozen(samples, self._named(path), lists, keeps_reward=False):
+                origin = self._named(path)
+                with kept(origin), frozen(samples, origin, lists, keeps_reward=False):
                     return await call_hook(fn, *arguments, what=what, limit=self._timeout, **more)
         except FunctionHangs:
             self._count("timeout", path, len(samples))

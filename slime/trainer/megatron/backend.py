@@ -571,7 +571,7 @@ class MegatronBackend(TrainerProcess):
         self._call_hook(
             "custom_megatron_before_log_prob_hook_path",
             self.config.train.custom_megatron_before_log_prob_hook_path,
-            self.model_chunks,
+            self.model_chunks[:],
             store_prefix,
         )
         packed = self._pack(
@@ -732,7 +732,7 @@ class MegatronBackend(TrainerProcess):
             self.config.train.custom_megatron_before_train_step_hook_path,
             batch.rollout_id,
             step_id,
-            self.model_chunks,
+            self.model_chunks[:],
             self.optimizer,
             self.scheduler,
         )

@@ -334,7 +334,7 @@ def build_model_chunks(
     def build(first: bool, last: bool, vp_stage: int | None) -> PolicyModel:
         if config.train.spec:
             layers = specified_layers(
-                config.train.spec, config.flat(), transformer, vp_stage, local_layers
+                config.train.spec, config.shared_args, transformer, vp_stage, local_layers
             )
         else:
             layers = local_layers(transformer, vp_stage)

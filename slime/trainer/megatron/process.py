@@ -13,7 +13,7 @@ from slime.config.flag import option_of
 from slime.errors import UserError
 from slime.samples.batch import TrainBatch, TrainLayout
 from slime.trainer.megatron import device
-from slime.user_code.loading import user_function
+from slime.user_code.loading import check_returns_nothing, named, user_function
 
 device.install()  # before anything imports megatron
 
@@ -104,7 +104,11 @@ class TrainerProcess:
     def _call_hook(self, name: str, path: str | None, *args: Any) -> None:
         """Call the user's function at ``path``, the value of flag ``name``, if it is set."""
         if path:
-            user_function(path, option_of(name))(self.functions.args, *args)
+            flag = option_of(name)
+            returned = user_function(path, flag)(self.functions.args, *args)
+            instead = "change the model in place, and return nothing"
+            given = (self.functions.args, *args)
+            check_returns_nothing(returned, given, named(path, flag), instead)
 
     # -- what others ask ---------------------------------------------------------------------------
 

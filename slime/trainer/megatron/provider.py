@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -53,6 +54,8 @@ Layers = Callable[[TransformerConfig, int | None], TransformerBlockSubmodules]
 #: The defaults that the functions below return while a user's function runs, innermost last.
 _building: list[Build] = []
 _specifying: list[Layers] = []
+#: Fields of the configuration that a layer specification must not change.
+_SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
 
 
 def default_model(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any:
@@ -78,7 +81,14 @@ def provided(
     Raises:
         UserError: it did not return a ``wanted``, or returned one for another pipeline stage.
     """
-    with _offering(_building, build):
+    dtypes: set[torch.dtype] = set()
+
+    def noting_dtypes(first: bool, last: bool, vp_stage: int | None) -> Any:
+        model = build(first, last, vp_stage)
+        dtypes.update(parameter.dtype for parameter in model.parameters())
+        return model
+
+    with _offering(_building, noting_dtypes):
         model = user_function(path, "--custom-model-provider-path")(first, last, vp_stage=vp_stage)
     if not isinstance(model, wanted):
         raise UserError(
@@ -95,6 +105,15 @@ def provided(
             why=f"it was called with {(first, last)}",
             fix="pass these on to default_model",
         )
+    for name, parameter in model.named_parameters():  # type: ignore[attr-defined]
+        is_odd = bool(dtypes) and parameter.dtype not in dtypes
+        if is_odd or parameter.is_meta:
+            kind = parameter.dtype if is_odd else "no values, on the device meta"
+            raise UserError(
+                f"'{path}' returned a model whose {name} has {kind}".replace("torch.", ""),
+                why="the trainer holds parameters in the precision of the run",
+                fix="pass --bf16, --fp16 or --fp32 instead of converting the model",
+            )
     return model
 
 
@@ -128,10 +147,19 @@ def specified_layers(
         UserError: it did not return layers, or not as many as the stage has.
     """
     path = ":".join(spec)
+    shape = [getattr(config, name) for name in _SHAPE]
     found = user_function(path, "--spec")
     if callable(found) and not isinstance(found, ModuleSpec):
         with _offering(_specifying, default):
             found = found(args, config, vp_stage)
+    for name, before in zip(_SHAPE, shape):
+        if getattr(config, name) != before:
+            raise UserError(
+                f"--spec {' '.join(spec)} changed config.{name} from {before} to "
+                f"{getattr(config, name)}",
+                why="checkpoints and engines have the model of config.json",
+                fix="leave the model's shape as it is",
+            )
     wanted = get_num_layers_to_build(config, vp_stage)
     if isinstance(found, ModuleSpec):
         layers = found.submodules
