@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -252,7 +253,9 @@ def fork_rank_server() -> None:
     """Start the process that ranks are forks of as a fork of this one, which has imported most of
     what they need: 7 CPU seconds less than a new Python. A fork loses threads, so if there are any,
     or a GPU, this does nothing, and the first pool starts a new Python."""
-    if torch.cuda.is_available() or len(os.listdir("/proc/self/task")) > 1:
+    names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    # pyarrow's allocator starts its thread again in a fork
+    if torch.cuda.is_available() or len(names) - names.count("jemalloc_bg_thd") > 1:
         return
     _context()
     resource_tracker.ensure_running()  # which stays a new Python
