@@ -10,13 +10,19 @@ import pytest
 
 from slime.processes.garbage import freeze_gc
 from tests.support.gloo_loop import share_gloo_loop
-from tests.support.trainer_ranks import Pools
+from tests.support.trainer_ranks import Pools, fork_rank_server
 
 share_gloo_loop()
 
 #: A trainer has 43.
 _MANY_THREADS, _FAR_TOO_MANY = 500, 2_000
 _kept = 0  # threads that the last collection left
+
+
+@pytest.hookimpl(trylast=True)  # after the collected objects are frozen
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
+        fork_rank_server()
 
 
 @pytest.fixture(autouse=True)

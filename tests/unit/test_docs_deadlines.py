@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 from slime.config.flags import all_flags
@@ -12,11 +13,17 @@ ROOT = Path(__file__).parents[2]
 ROWS = deadline_rows()
 
 
-def constants() -> dict[str, float]:
-    """Name in slime/deadlines.py → its value; of a table of values, the first."""
-    found = {}
+@cache
+def scanned() -> tuple[dict[str, float], frozenset[str]]:
+    """Name in slime/deadlines.py, or file and name elsewhere → its value; of a table of values, the
+    first. And all attributes that other files read."""
+    found: dict[str, float] = {}
+    read: set[str] = set()
     for path in sorted((ROOT / "slime").rglob("*.py")):
-        for node in ast.parse(path.read_text()).body:
+        tree = ast.parse(path.read_text())
+        if path.name != "deadlines.py":
+            read.update(node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+        for node in tree.body:
             if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
                 continue
             name = node.targets[0].id
@@ -27,7 +34,11 @@ def constants() -> dict[str, float]:
                 found[f"`{name}`"] = seconds
             elif seconds is not None and CONSTANT.fullmatch(name):
                 found[f"`{path.relative_to(ROOT / 'slime')}` `{name}`"] = seconds
-    return found
+    return found, frozenset(read)
+
+
+def constants() -> dict[str, float]:
+    return scanned()[0]
 
 
 def test_only_a_program_that_imports_nothing_has_a_constant_of_its_own() -> None:
@@ -52,17 +63,9 @@ def test_every_row_gives_what_the_code_says() -> None:
 
 
 def test_every_constant_is_used() -> None:
-    files = [path for path in (ROOT / "slime").rglob("*.py") if path.name != "deadlines.py"]
-    used = {
-        node.attr
-        for path in files
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute)
-    }
-    tree = ast.parse((ROOT / "slime" / "deadlines.py").read_text())
-    targets = [node.targets[0] for node in tree.body if isinstance(node, ast.Assign)]
-    names = {target.id for target in targets if isinstance(target, ast.Name)}
-    assert names <= used, names - used
+    known, read = scanned()
+    names = {name.strip("`") for name in known if ".py" not in name}
+    assert names and names <= read, names - read
 
 
 def test_every_constant_has_a_row() -> None:

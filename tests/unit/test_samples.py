@@ -311,7 +311,7 @@ TEMPLATED = "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n4<|im_end|
             "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n4<|im_end|>",
         ),
         ({}, chat("2+2="), [], TEMPLATED),
-        ({}, "", TOKENIZER.encode("pre"), "pre4<|im_end|>"),
+        ({}, "", TOKENIZER.convert_tokens_to_ids([*"pre"]), "pre4<|im_end|>"),
     ],
 )
 def test_rows_of_prompt_and_label(flags, prompt, tokens, text) -> None:

@@ -8,7 +8,7 @@ whole model would not allow.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from slime.diagnosis.align.evidence import Scored
 from slime.diagnosis.align.sight import Sight, behind, read_images
 from slime.embedded.architecture import Architecture
 from slime.embedded.attention import sees, softmax_with_sinks
+from slime.embedded.images import FeatureCache
 from slime.embedded.model import Heads
 from slime.embedded.states import PrefillChunk, StateCache, StateRows
 from slime.embedded.weights import WeightStore, make_store
@@ -152,6 +153,7 @@ class Reference:
         for linear in self.store.linears:
             linear.packs = False  # products then use F.linear, where `_Rounding` sees them
         self.setting = ReferenceSettings(sampling=sampling, experts=replays)
+        self._features = FeatureCache()  # without rounding, of images prepared by ``images``
         if dtype != torch.float32:
             self.write(
                 {name: tensor.to(dtype).float() for name, tensor in self.store.named.items()}
@@ -305,8 +307,9 @@ class Reference:
             watcher.replayed = _rows_of(experts, count, self.arch, device)
         before = model.angles
         model.angles = angles
+        rounds = _Rounding(setting, self.arch.spec.num_experts) if setting.rounded else None
         try:
-            with _Rounding(setting, self.arch.spec.num_experts):
+            with rounds or nullcontext():
                 both_ways: tuple[tuple[int, int], ...] = ()
                 is_bidirectional = vision is not None and vision.kind.bidirectional
                 if images is not None and is_bidirectional and not setting.sight.is_causal:
@@ -317,7 +320,9 @@ class Reference:
                     tower = self.store.tower
                     assert tower is not None
                     width = self.arch.spec.hidden_size
-                    seen = setting.sight.see(tower, images, count, width)
+                    usual = rounds is None and setting.sight.read is None
+                    cache = self._features if usual else FeatureCache()
+                    seen = setting.sight.see(tower, images, count, width, cache, self.store.epoch)
                 return model.forward(
                     tokens[:-1].to(device),
                     positions.to(device),

@@ -44,13 +44,25 @@ class Sight:
         return own if self.positions is None else self.positions(own)
 
     def see(
-        self, tower: nn.Module, images: SequenceImages, count: int, hidden: int
+        self,
+        tower: nn.Module,
+        images: SequenceImages,
+        count: int,
+        hidden: int,
+        cache: FeatureCache,
+        epoch: int,
     ) -> SeenImages | None:
-        """Return the image features among the first ``count`` tokens; None if there are none."""
+        """Return the image features among the first ``count`` tokens; None if there are none.
+
+        Args:
+            hidden: the model's width.
+            cache: features of images that were prepared and computed in the same way.
+            epoch: of the weights.
+        """
         if self.is_blind:
             return None
         device = next(tower.parameters()).device
-        seen = FeatureCache().see(tower, 0, [(images, 0, count)], device)
+        seen = cache.see(tower, epoch, [(images, 0, count)], device)
         if seen is None or self.features is None:
             return seen
         return seen._replace(features=self.features(seen.features, hidden))
