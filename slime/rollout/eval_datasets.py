@@ -106,7 +106,7 @@ _OPTIONAL = {
     name for name, kind in get_type_hints(EvalDataset).items() if NoneType in get_args(kind)
 }
 _PER_SET_ONLY = {"name", "path"}
-#: key → the flag that gives its type and range, and its default
+#: key → the flag that gives its type and range
 _FLAGS = {
     "input_key": "eval_input_key",
     "label_key": "eval_label_key",
@@ -128,8 +128,6 @@ _FLAGS = {
     "custom_generate_function_path": "custom_generate_function_path",
     "multimodal_keys": "multimodal_keys",
 }
-#: Keys that replace the run's function for one set; a set without them uses the run's.
-_OF_THE_RUN = ("rm_type", "custom_rm_path", "custom_generate_function_path")
 
 
 def eval_datasets(config: Config) -> list[EvalDataset]:
@@ -190,9 +188,7 @@ def resolved(entry: dict[str, Any], config: Config) -> dict[str, Any]:
     Raises:
         UserError: a value of another type than its flag has, or a number that makes no sense.
     """
-    flags = config.values()
-    defaults = {key: flags[dest] for key, dest in _FLAGS.items() if key not in _OF_THE_RUN}
-    values = defaults | {"skip_special_tokens": skips_special_tokens(config)} | entry
+    values = {**_values_of_flags(config), **entry}
     where = f"evaluation set {values['name']}: "
     for name in ("stop", "stop_token_ids"):
         value = values[name]
@@ -211,6 +207,30 @@ def resolved(entry: dict[str, Any], config: Config) -> dict[str, Any]:
             fix="write an object, {key: value}, or leave it out",
         )
     return values
+
+
+def _values_of_flags(config: Config) -> dict[str, Any]:
+    evaluation = config.eval
+    data = config.data
+    rollout = config.rollout
+    return {
+        "input_key": evaluation.eval_input_key,
+        "label_key": evaluation.eval_label_key,
+        "tool_key": evaluation.eval_tool_key,
+        "metadata_key": data.metadata_key,
+        "apply_chat_template": data.apply_chat_template,
+        "apply_chat_template_kwargs": dict(data.apply_chat_template_kwargs),
+        "n_samples_per_eval_prompt": evaluation.n_samples_per_eval_prompt,
+        "temperature": evaluation.eval_temperature,
+        "top_p": evaluation.eval_top_p,
+        "top_k": evaluation.eval_top_k,
+        "max_response_len": evaluation.eval_max_response_len,
+        "min_new_tokens": evaluation.eval_min_new_tokens,
+        "stop": rollout.rollout_stop,
+        "stop_token_ids": rollout.rollout_stop_token_ids,
+        "skip_special_tokens": skips_special_tokens(config),
+        "multimodal_keys": config.images.multimodal_keys,
+    }
 
 
 def _pairs(values: tuple[str, ...]) -> list[tuple[str, str]]:
