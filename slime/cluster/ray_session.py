@@ -73,8 +73,9 @@ _PRELOADED = (
     "torch._dynamo",  # torch imports it for the first optimizer
     "transformers:AutoTokenizer",
     "numpy.random",
-    # Ray imports both in each worker
+    # Ray imports all three in each worker
     "ray._common.pydantic_compat",
+    "pydantic.v1.fields",
     "starlette.datastructures",
     "slime.cluster.rollout_actor",
     "slime.cluster.engine_actor",
@@ -402,6 +403,8 @@ def _without_side_effects() -> Iterator[None]:
             _replaced(
                 ray_utils,
                 set_sigterm_handler=lambda handler: None,
+                # it would import all that the dashboard needs, to see whether it can run
+                get_dashboard_dependency_error=lambda: ImportError("no dashboard is started"),
                 get_entrypoint_name=lambda: " ".join(redact_argv(sys.orig_argv)),
             ),
         ):

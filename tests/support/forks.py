@@ -5,6 +5,7 @@ processes, which shows that their own imports suffice."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import signal
@@ -15,18 +16,44 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from slime.processes import preloaded
 from slime.processes.owner import die_with_parent
+from tests.support.forked_raylet import add_to_path, fork_guard
 
-#: What a driver imports until its loop begins, next to what Ray's workers import.
-_MODULES = ("slime.diagnosis.doctor", "slime.run.session", "slime.cli.resume", "slime.loop")
+#: What drivers, engines and Ray's workers import, without Ray.
+_MODULES = (
+    "torch",
+    "torch._dynamo",
+    "transformers:AutoTokenizer",
+    "numpy.random",
+    "starlette.datastructures",
+    "slime.trainer.megatron.backend",
+    "slime.weights.sync",
+    "slime.rollout.loop",
+    "slime.rollout.rewards.row_checks",
+    "slime.embedded.server",
+    "slime.cli.resume",
+    "slime.cli.train",
+    "slime.diagnosis.doctor",
+    "slime.page.report",
+    "slime.run.ancestry",
+    "slime.run.changed_inputs",
+    "slime.run.preflight",
+    "slime.run.stopping",
+)
+#: Commands, or scripts, whose process starts a Ray.
+_DRIVERS = {"train", "train-async", "resume", "train.py", "train_async.py"}
+_PATH = "PYTHONPATH"
 #: Variables that are read where they are used, or set after the import by `start_ray`. Libraries
 #: read others while they are imported.
 _READ_LATER = (
     "SLIME_",
     "PYTEST_",
+    "FAKE_SGLANG_",
     "TMPDIR",
+    _PATH,  # `add_to_path`
     "RAY_AUTH_TOKEN",
     "RAY_USAGE_STATS_ENABLED",
     "RAY_enable_metrics_collection",
@@ -44,12 +71,17 @@ class Fork(preloaded.ForkedProcess):
         argv: Python, a script or -m and a module, and its arguments.
         stdio: descriptors of its stdin, stdout and stderr.
         env: its whole environment.
+        cwd: its working directory.
     Raises:
         OSError: this needs a process of its own.
     """
 
     def __init__(
-        self, argv: Sequence[str], stdio: tuple[int, int, int], env: Mapping[str, str]
+        self,
+        argv: Sequence[str],
+        stdio: tuple[int, int, int],
+        env: Mapping[str, str],
+        cwd: str | Path = ".",
     ) -> None:
         path, known = _server(os.getpid())
         if _read_early(env) != known:
@@ -59,9 +91,10 @@ class Fork(preloaded.ForkedProcess):
         self._server = preloaded._connect(path)
         try:
             score = preloaded._oom_score_adjustment()
-            self.pid = preloaded._request_fork(
-                self._server, argv, env, stdio, score, is_watched=True
-            )
+            with contextlib.chdir(cwd):
+                self.pid = preloaded._request_fork(
+                    self._server, argv, env, stdio, score, is_watched=True
+                )
         except BaseException:
             self._server.close()
             raise
@@ -90,16 +123,25 @@ class Fork(preloaded.ForkedProcess):
 
 
 def fork_or_start(
-    argv: Sequence[str], stdio: tuple[int, int, int], env: Mapping[str, str]
+    argv: Sequence[str],
+    stdio: tuple[int, int, int],
+    env: Mapping[str, str],
+    cwd: str | Path = ".",
 ) -> Fork | subprocess.Popen[bytes]:
     """A `Fork`, or where that is refused a new process; either leads a session of its own."""
     env = {**env, **_ENVIRONMENT}
     try:
-        return Fork(argv, stdio, env)
+        return Fork(argv, stdio, env, cwd)
     except OSError:
         stdin, stdout, stderr = stdio
         return subprocess.Popen(
-            argv, stdin=stdin, stdout=stdout, stderr=stderr, env=env, start_new_session=True
+            argv,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=env,
+            cwd=cwd,
+            start_new_session=True,
         )
 
 
@@ -163,16 +205,33 @@ def _server(owner: int) -> tuple[str, dict[str, str]]:
     return str(path), _read_early(environment)
 
 
-def _serve(path: str) -> None:
-    from slime.cluster.ray_session import _PRELOADED
+class _Server(preloaded._ForkServer):
+    def _may_fork(self, request: Mapping[str, Any]) -> bool:
+        env = {name: request["env"][name] for name in request["env"] if name != _PATH}
+        own = {_PATH: os.environ[_PATH]} if _PATH in os.environ else {}
+        return super()._may_fork({**request, "env": env | own})
 
-    server = preloaded._ForkServer(path, ["sleep", "infinity"])
+
+def _serve(path: str) -> None:
+    server = _Server(path, ["sleep", "infinity"])
     # a new process has neither
     del sys.path[0], os.environ["RAY_RAYLET_PID"], server._environment["RAY_RAYLET_PID"]
-    server.load([*_PRELOADED, *_MODULES])
+    server.load(_MODULES)
+    assert "ray" not in sys.modules
     request = server.serve()
     del server
     tempfile.tempdir = None  # of the environment that follows
+    run_script = preloaded._run_script
+
+    def run_driver(argv: list[str]) -> None:
+        preloaded._run_script = run_script  # for the forks of the preloaded process
+        add_to_path(os.environ.get(_PATH, ""))
+        name = argv[3:4] if argv[1] == "-m" else [os.path.basename(argv[1])]
+        if _DRIVERS.intersection(name):
+            fork_guard()
+        run_script(argv)
+
+    preloaded._run_script = run_driver
     preloaded._run(request)
 
 

@@ -314,10 +314,8 @@ def start(
     with open(output, "w") as stderr, open(os.devnull, "r+") as nothing:
         stdin, stdout, error = nothing.fileno(), *(streams or (nothing.fileno(), stderr.fileno()))
         stdio = stdin, stdout, error
-        if not prefix and cwd.samefile(os.getcwd()):
-            process = fork_or_start(argv, stdio, environment)
-        else:
-            process = subprocess.Popen(
+        if prefix:
+            process: subprocess.Popen[bytes] | Fork = subprocess.Popen(
                 argv,
                 stdin=stdin,
                 stdout=stdout,
@@ -326,6 +324,8 @@ def start(
                 env=environment,
                 start_new_session=True,
             )
+        else:
+            process = fork_or_start(argv, stdio, environment, cwd)
     return Driver(process, path, output)
 
 
