@@ -79,7 +79,9 @@ class IpcTransport(Transport):
         self._group = group
         self._packing = packing
         self._in_runs = in_runs
-        self._buffers = BufferPair(packing.limit, own_device())
+        device = own_device()
+        # a host's buffer is copied as a whole into shared memory when its handle is made
+        self._buffers = BufferPair(packing.limit if device.type == "cuda" else 0, device)
         # buffer number → engines' answers
         self._reading: dict[int, tuple[Future[list[dict[str, Any]]], float]] = {}
         self._failure: BaseException | None = None

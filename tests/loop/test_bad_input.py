@@ -25,7 +25,7 @@ LONGEST_ERROR = 8
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World.create(tmp_path_factory.mktemp("bad"))
+    return World.create(tmp_path_factory.mktemp("bad"), is_small=False)
 
 
 @pytest.fixture

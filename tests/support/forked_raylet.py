@@ -8,6 +8,7 @@ processes keep the parents, sessions, environments and titles that they have oth
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import inspect
 import json
 import os
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from slime.engines.launch import LaunchSpec
 from slime.processes import preloaded
 from slime.processes import tree as process_tree
 
@@ -34,6 +36,7 @@ def fork_guard() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
+        os.setsid()  # signals for the driver's group do not reach it
         ours.close()
         _become_guard(theirs)
     theirs.close()
@@ -80,7 +83,6 @@ def _become_guard(driver: socket.socket) -> NoReturn:
     for number, descriptor in enumerate(stdio):
         os.dup2(descriptor, number)
     os.closerange(3, max(*stdio, driver.detach()) + 1)
-    os.setsid()
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
@@ -127,6 +129,18 @@ def add_to_path(value: str) -> None:
     sys.path[:0] = added
 
 
+def _preload_stand_in() -> None:
+    """Have engine actors start SGLang's stand-in as a fork, which the real one is not."""
+    from slime.engines.sglang.kind import KIND
+
+    command = KIND.command
+
+    def preloaded_command(*given: Any) -> LaunchSpec:
+        return dataclasses.replace(command(*given), is_preloaded=True)
+
+    object.__setattr__(KIND, "command", preloaded_command)
+
+
 def _be_preloaded(words: list[str]) -> NoReturn:
     """What ``env WORDS python preloaded.py SOCKET COMMAND`` does."""
     script = words.index(preloaded.__file__)
@@ -142,6 +156,8 @@ def _be_preloaded(words: list[str]) -> NoReturn:
     modules = os.environ.pop(preloaded.MODULES).split(",")
     server = preloaded._ForkServer(sys.argv[1], sys.argv[2:])
     server.load(modules)
+    if "FAKE_SGLANG_CALLS" in os.environ:
+        _preload_stand_in()
     sys.modules["ray._raylet"].setproctitle(" ".join(sys.orig_argv[:3]))
     request = server.serve()
     del server

@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import importlib
 import os
 import signal
 import subprocess
@@ -52,6 +53,16 @@ _READ_LATER = (
     "SLIME_",
     "PYTEST_",
     "FAKE_SGLANG_",
+    "WANDB_",
+    "NETRC",
+    "http_proxy",
+    "HTTP_PROXY",
+    "https_proxy",
+    "HTTPS_PROXY",
+    "all_proxy",
+    "ALL_PROXY",
+    "no_proxy",
+    "NO_PROXY",
     "TMPDIR",
     _PATH,  # `add_to_path`
     "RAY_AUTH_TOKEN",
@@ -226,6 +237,9 @@ def _serve(path: str) -> None:
     def run_driver(argv: list[str]) -> None:
         preloaded._run_script = run_script  # for the forks of the preloaded process
         add_to_path(os.environ.get(_PATH, ""))
+        if "SLIME_TEST_READS" in os.environ:  # `tests/support/recorded_reads`
+            sys.modules.pop("sitecustomize", None)
+            importlib.import_module("sitecustomize")
         name = argv[3:4] if argv[1] == "-m" else [os.path.basename(argv[1])]
         if _DRIVERS.intersection(name):
             fork_guard()
