@@ -202,7 +202,8 @@ def _server(owner: int) -> tuple[str, dict[str, str]]:
     path = Path(folder.name) / "fork"
     environment = {**os.environ, **_ENVIRONMENT}
     process = subprocess.Popen(
-        [sys.executable, "-m", __name__, str(path)],
+        # the command line is where the titles of all forks must have room
+        [sys.executable, "-m", __name__, str(path), " " * 4000],
         env=environment,
         cwd=Path(__file__).parents[2],
         stdin=subprocess.DEVNULL,
@@ -240,7 +241,7 @@ def _serve(path: str) -> None:
         if "SLIME_TEST_READS" in os.environ:  # `tests/support/recorded_reads`
             sys.modules.pop("sitecustomize", None)
             importlib.import_module("sitecustomize")
-        name = argv[3:4] if argv[1] == "-m" else [os.path.basename(argv[1])]
+        name = argv[3:4] if argv[1] in ("-m", "-Pm") else [os.path.basename(argv[1])]
         if _DRIVERS.intersection(name):
             fork_guard()
         run_script(argv)
