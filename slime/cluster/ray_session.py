@@ -341,9 +341,9 @@ def _with_idle_dashboard_agent(args: Sequence[str]) -> list[str]:
 
 def _on_demand(option: str, host: str) -> str:
     port = str(_reserved_ports["runtime_env_agent_port"].port)
-    client = [sys.executable, "-S", "-E", on_demand.__file__, host, port]
-    command = option.removeprefix(_RUNTIME_ENV_AGENT)
-    return f"{_RUNTIME_ENV_AGENT}{subprocess.list2cmdline(client)} {command}"
+    script = [sys.executable, "-S", "-E", on_demand.__file__]
+    waits = subprocess.list2cmdline([*script, host, port, str(deadlines.RAY_SESSION_AGENT_POLL)])
+    return f"{_RUNTIME_ENV_AGENT}{waits} {option.removeprefix(_RUNTIME_ENV_AGENT)}"
 
 
 def _preloaded(args: list[str], libraries: str) -> list[str]:

@@ -16,13 +16,13 @@ import sys
 from collections.abc import Sequence
 
 _SERVE = "--serve"
-_LOOK_SECONDS = 1.0
 
 
-def wait_for_client(host: str, port: int, command: Sequence[str]) -> None:
+def wait_for_client(host: str, port: int, seconds: float, command: Sequence[str]) -> None:
     """Listen until a client connects, then become ``command``; return if the parent ends before.
 
     Args:
+        seconds: between looks at the parent.
         command: Python, its options, and a script that binds ``port``.
     """
     parent = os.getppid()
@@ -31,7 +31,7 @@ def wait_for_client(host: str, port: int, command: Sequence[str]) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(address)
     listener.listen()
-    while not select.select([listener], [], [], _LOOK_SECONDS)[0]:
+    while not select.select([listener], [], [], seconds)[0]:
         if os.getppid() != parent:
             return
     listener.set_inheritable(True)
@@ -63,4 +63,4 @@ if __name__ == "__main__":
     if words[0] == _SERVE:
         serve(int(words[1]), int(words[2]), words[3:])
     else:
-        wait_for_client(words[0], int(words[1]), words[2:])
+        wait_for_client(words[0], int(words[1]), float(words[2]), words[3:])

@@ -65,11 +65,8 @@ _READ_LATER = (
     "NO_PROXY",
     "TMPDIR",
     _PATH,  # `add_to_path`
-    "RAY_AUTH_TOKEN",
-    "RAY_USAGE_STATS_ENABLED",
-    "RAY_enable_metrics_collection",
-    "RAY_prestart_worker_first_driver",
-    "RAY_worker_niceness",
+    "RAY_",  # Ray is imported in the fork
+    "PYTHONBREAKPOINT",
 )
 #: As the processes that tests start have it.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -13,7 +13,7 @@ import pytest
 
 from slime.processes import on_demand
 from slime.processes.host import reserve_port
-from tests.support.processes import PATIENCE, wait_until
+from tests.support.processes import PATIENCE, is_running, wait_until
 
 #: Says that it runs, takes one client on the port that it is told, and answers another one beside.
 _SERVER = """
@@ -36,8 +36,8 @@ def waiting(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, Path
     marker = tmp_path / "runs"
     reserved = reserve_port("127.0.0.1")
     server = [sys.executable, "-u", str(tmp_path / "server.py"), str(reserved.port), str(marker)]
-    command = [sys.executable, "-S", "-E", on_demand.__file__, "127.0.0.1", str(reserved.port)]
-    process = subprocess.Popen([*command, *server])
+    place = [on_demand.__file__, "127.0.0.1", str(reserved.port), "0.1"]
+    process = subprocess.Popen([sys.executable, "-S", "-E", *place, *server])
     yield process, reserved.port, marker
     process.kill()
     process.wait()
@@ -64,9 +64,16 @@ def test_the_first_client_is_answered_by_the_server(
 def test_without_one_it_ends_with_its_parent(tmp_path: Path) -> None:
     reserved, marker = reserve_port("127.0.0.1"), tmp_path / "runs"
     (tmp_path / "server.py").write_text(_SERVER)
-    words = [on_demand.__file__, "127.0.0.1", str(reserved.port), sys.executable, "server.py"]
-    code = "import subprocess, sys; print(subprocess.Popen([sys.executable, *sys.argv[1:]]).pid)"
-    parent = [sys.executable, "-S", "-c", code, "-S", "-E", *words]
-    pid = int(subprocess.run(parent, stdout=subprocess.PIPE, cwd=tmp_path, check=True).stdout)
-    wait_until(lambda: not psutil.pid_exists(pid), "it has ended", 30)
+    words = [on_demand.__file__, "127.0.0.1", str(reserved.port), "0.1"]
+    code = (
+        "import subprocess, sys; words = [sys.executable, *sys.argv[1:]];"
+        "print(subprocess.Popen(words, stdout=2).pid, flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-S", "-c", code, "-S", "-E", *words, sys.executable, "server.py"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=tmp_path, text=True, **pipes) as parent:
+        assert parent.stdout is not None
+        waiting = psutil.Process(int(parent.stdout.readline()))
+        wait_until(lambda: waiting.net_connections("inet"), "it listens", 60)
+    wait_until(lambda: not is_running(waiting), "it has ended", 60)
     assert not marker.exists()
