@@ -187,6 +187,13 @@ def _read_early(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if not name.startswith(_READ_LATER)}
 
 
+def _begin_server(owner: int) -> None:
+    die_with_parent(owner)
+    # a shell's background job, and one under nohup, ignore them; no fork may
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @functools.cache
 def _server(owner: int) -> tuple[str, dict[str, str]]:
     """Start the process that others are forks of; it ends with this process, ``owner``.
@@ -206,7 +213,7 @@ def _server(owner: int) -> tuple[str, dict[str, str]]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        preexec_fn=functools.partial(die_with_parent, owner),
+        preexec_fn=functools.partial(_begin_server, owner),
     )
     atexit.register(process.terminate)
     while not path.exists() and process.poll() is None:
