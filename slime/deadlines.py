@@ -79,6 +79,8 @@ GPU_MEMORY_MOVE = 300.0
 GPU_MEMORY_IDLE = 3.0
 
 # -- cluster/ray_session.py
+#: For an agent that nobody has asked to look whether the raylet is still there.
+RAY_SESSION_AGENT_POLL = 1.0
 #: For a driver to join a cluster; includes the import of Ray in the process that tries it.
 RAY_SESSION_JOIN = 40.0
 RAY_SESSION_JOIN_POLL = 0.1

@@ -65,8 +65,15 @@ def start_held(hold: Path) -> Iterator[StartHeld]:
     need be."""
     drivers: list[Driver] = []
 
-    def begin(flags: list[str], path: Path, script: str = "train.py", **environment: str) -> Driver:
-        drivers.append(start(flags, path, script, SLIME_TEST_HOLD=str(hold), **environment))
+    def begin(
+        flags: list[str],
+        path: Path,
+        script: str = "train.py",
+        streams: tuple[int, int] | None = None,
+        **environment: str,
+    ) -> Driver:
+        environment["SLIME_TEST_HOLD"] = str(hold)
+        drivers.append(start(flags, path, script, streams=streams, **environment))
         return drivers[-1]
 
     yield begin

@@ -34,7 +34,7 @@ from slime.errors import UserError
 from slime.log import get_logger
 from slime.memory.hardware import seen_gpu_memory
 from slime.placement import PlacementPlan, joined_cluster
-from slime.processes import preloaded
+from slime.processes import on_demand, preloaded
 from slime.processes import tree as process_tree
 from slime.processes.host import (
     PortReservation,
@@ -59,6 +59,7 @@ _JOIN_SCRIPT = (
 _FREE_SHARED_MEMORY = python_module("slime.engines.wire.shared_memory")
 #: Replaces Ray's dashboard agent (`_with_idle_dashboard_agent`).
 _NO_AGENT = '--dashboard_agent_command=sh -c "while kill -0 $PPID; do sleep 1; done 2>/dev/null"'
+_RUNTIME_ENV_AGENT = "--runtime_env_agent_command="
 #: Names of the ports of Ray's agents. They stay reserved until the next start, since an agent may
 #: bind its port long after the raylet is up.
 _AGENT_PORTS = (
@@ -73,8 +74,9 @@ _PRELOADED = (
     "torch._dynamo",  # torch imports it for the first optimizer
     "transformers:AutoTokenizer",
     "numpy.random",
-    # Ray imports both in each worker
+    # Ray imports all three in each worker
     "ray._common.pydantic_compat",
+    "pydantic.v1.fields",
     "starlette.datastructures",
     "slime.cluster.rollout_actor",
     "slime.cluster.engine_actor",
@@ -325,17 +327,28 @@ def _options(args: Sequence[str]) -> dict[str, str]:
 
 
 def _with_idle_dashboard_agent(args: Sequence[str]) -> list[str]:
-    """Return the raylet's command with an idle process in place of the dashboard agent, and write
-    the files with the agents' ports.
+    """Return the raylet's command with an idle process in place of the dashboard agent, and with
+    the agent for runtime environments started on demand; write the files with the agents' ports.
 
-    The raylet exits if the agent is not alive, or if the files with the agents' ports do not appear
+    The raylet exits if an agent is not alive, or if the files with the agents' ports do not appear
     within 15 seconds. A real agent imports Ray first, which takes longer on a crowded host.
     """
     options = _options(args)
     for name, reserved in _reserved_ports.items():
         port_file = Path(options["--session_dir"]) / f"{name}_{options['--node_id']}"
         port_file.write_text(str(reserved.port))
-    return [_NO_AGENT if arg.startswith("--dashboard_agent_command=") else arg for arg in args]
+    new = [_NO_AGENT if arg.startswith("--dashboard_agent_command=") else arg for arg in args]
+    return [
+        _on_demand(arg, options["--node_ip_address"]) if arg.startswith(_RUNTIME_ENV_AGENT) else arg
+        for arg in new
+    ]
+
+
+def _on_demand(option: str, host: str) -> str:
+    port = str(_reserved_ports["runtime_env_agent_port"].port)
+    script = [sys.executable, "-S", "-E", on_demand.__file__]
+    waits = subprocess.list2cmdline([*script, host, port, str(deadlines.RAY_SESSION_AGENT_POLL)])
+    return f"{_RUNTIME_ENV_AGENT}{waits} {option.removeprefix(_RUNTIME_ENV_AGENT)}"
 
 
 def _preloaded(args: list[str], libraries: str) -> list[str]:
@@ -407,6 +420,8 @@ def _without_side_effects() -> Iterator[None]:
             _replaced(
                 ray_utils,
                 set_sigterm_handler=lambda handler: None,
+                # it would import all that the dashboard needs, to see whether it can run
+                get_dashboard_dependency_error=lambda: ImportError("no dashboard is started"),
                 get_entrypoint_name=lambda: " ".join(redact_argv(sys.orig_argv)),
             ),
         ):

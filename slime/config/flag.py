@@ -20,11 +20,11 @@ import dataclasses
 import functools
 import inspect
 import math
-import textwrap
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from slime.documentation import with_doc_urls
@@ -425,9 +425,17 @@ def _kind_of(annotation: Any) -> tuple[Kind, bool, bool, tuple[Any, ...]]:
 
 @functools.cache
 def docs_of(cls: type) -> dict[str, str]:
-    """The docstring under each field of a class, by field name, as one line."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    return docs_of_class(tree.body[0])
+    """The docstring under each field of a module's class, by field name, as one line."""
+    file = inspect.getsourcefile(cls)
+    assert file is not None, cls
+    return docs_of_class(_classes_of(file)[cls.__name__])
+
+
+@functools.cache
+def _classes_of(file: str) -> dict[str, ast.ClassDef]:
+    """Parse a module once: `inspect.getsource` would for each class, and every command waits."""
+    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def docs_of_class(node: ast.AST) -> dict[str, str]:

@@ -74,7 +74,9 @@ class IpcTransport(Transport):
     in_runs: bool = False
 
     def __post_init__(self) -> None:
-        self._buffers = BufferPair(self.packing.limit, own_device())
+        device = own_device()
+        # a host's buffer is copied as a whole into shared memory when its handle is made
+        self._buffers = BufferPair(self.packing.limit if device.type == "cuda" else 0, device)
         # buffer number → engines' answers
         self._reading: dict[int, tuple[Future[list[dict[str, Any]]], float]] = {}
         self._failure: BaseException | None = None

@@ -6,13 +6,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.forks import run_fork
 from tests.support.processes import (
     ROOT,
     Driver,
@@ -40,12 +40,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture(scope="module")
 def kept(world: World) -> Iterator[Driver]:
-    """A run to its end with --save alone, behind a proxy that no part of it may use, and without
-    HOME."""
+    """A run to its end with --save alone, behind a proxy that no part of it may use."""
     path = world.outputs / "kept"
     flags = ["--save-min-seconds", "0", "--custom-rm-path", "tests.support.hold.ask_the_router"]
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("HOME", "no_proxy", "NO_PROXY"):
+        for name in ("no_proxy", "NO_PROXY"):
             patch.delenv(name, raising=False)
         driver = start(world.flags("kept", *flags), path, **PROXIES)
     with driver:
@@ -160,35 +159,6 @@ def test_a_terminal_that_closes_and_one_ctrl_c_save_what_was_trained(
     assert f" resume {driver.path}\n" in driver.stderr
 
 
-def test_output_that_is_lost_and_a_terminal_that_closes_end_no_run(
-    world: World, hold: Path
-) -> None:
-    """stdout is a full device, the reader of stderr goes away in the first rollout, and the
-    terminal in the second."""
-    for rollout_id in (0, 1):
-        (hold / f"hold-{rollout_id}").touch()
-    reader, writer = os.pipe()
-    with open("/dev/full", "w") as full:
-        flags = world.flags(
-            "unread", "--custom-rm-path", "tests.support.hold.reward", "--save", "{run}/checkpoints"
-        )
-        path = world.outputs / "unread"
-        driver = start(flags, path, streams=(full.fileno(), writer), SLIME_TEST_HOLD=str(hold))
-    os.close(writer)
-    with driver, open(reader, "rb") as stderr:
-        wait_held(driver, hold, 0)
-        stderr.close()
-        (hold / "hold-0").unlink()
-        wait_held(driver, hold, 1)
-        driver.signal(signal.SIGHUP, group=True)
-        (hold / "hold-1").unlink()
-        assert driver.end() == 0
-        assert state_of(driver) == "finished" and driver.steps() == [1, 2]
-        log = (driver.path / "logs" / "driver.log").read_text()
-        assert log.count("stderr cannot be written any more (Broken pipe): the run continues") == 1
-        assert "Traceback" not in log
-
-
 @pytest.mark.full
 def test_sigterm_when_ray_is_dead_already(begin: Callable[..., Driver], hold: Path) -> None:
     """Ray would wait a minute for its daemon and then end the driver in the middle of its end."""
@@ -209,23 +179,13 @@ def test_wandb_without_a_key_says_what_to_do(world: World, tmp_path: Path) -> No
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))
     }
-    environment |= {"HOME": str(tmp_path), "SLIME_DEBUG": "0"}
-    command = [
-        sys.executable,
-        str(ROOT / "train.py"),
-        *world.flags("wandb", "--use-wandb", "--log-level", "ERROR"),
-    ]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
+    environment |= {"WANDB_CONFIG_DIR": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
+    flags = world.flags("wandb", "--use-wandb", "--log-level", "ERROR")
+    done = run_fork(
+        [sys.executable, str(ROOT / "train.py"), *flags], environment | {"SLIME_DEBUG": "0"}
     )
-    error = done.stderr[done.stderr.index("error: ") :].splitlines()
-    assert done.returncode == 2 and "Traceback" not in done.stderr
+    said = done.stderr.decode()
+    error = said[said.index("error: ") :].splitlines()
+    assert done.returncode == 2 and "Traceback" not in said
     assert len(error) == 3 and "no API key" in error[0] and "--wandb-mode offline" in error[2]
     assert not (world.outputs / "wandb").exists()

@@ -67,7 +67,7 @@ def test_engines_compute_what_the_trainer_does(adapted: RunResult) -> None:
 @pytest.fixture(scope="module")
 def in_flight(run: Run) -> RunResult:
     path = run.outputs / "adapted-in-flight" / "dumps" / "{rollout_id}.pt"  # type: ignore[attr-defined]
-    flags = ["--update-weights-in-flight", "--async-buffer-size", 2, "--num-rollout", 8]
+    flags = ["--update-weights-in-flight", "--async-buffer-size", 2, "--num-rollout", 5]
     flags += ["--rollout-max-context-len", 64, "--rollout-max-response-len", 56, "--use-tis"]
     flags += ["--save-debug-rollout-data", path]
     return run("adapted-in-flight", *GRPO, *LORA, *flags, driver="train_async")
@@ -77,7 +77,7 @@ def in_flight(run: Run) -> RunResult:
 def test_answers_in_flight_go_on_with_the_new_adapter(in_flight: RunResult) -> None:
     assert sum(in_flight.series("rollout/continued_requests")) > 0
     several = 0
-    for rollout_id in range(8):
+    for rollout_id in range(5):
         for sample in in_flight.samples(rollout_id):
             versions = [int(span.weight_version) for span in sample.token_spans]
             assert versions == sorted(versions)

@@ -17,6 +17,7 @@ import pytest
 
 from slime.__main__ import main
 from slime.checkpoints.directory import check_contents
+from tests.support.forks import run_fork
 from tests.support.processes import ROOT, Driver, World, start
 
 LONGEST_ERROR = 8
@@ -24,7 +25,7 @@ LONGEST_ERROR = 8
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World.create(tmp_path_factory.mktemp("bad"))
+    return World.create(tmp_path_factory.mktemp("bad"), is_small=False)
 
 
 @pytest.fixture
@@ -277,9 +278,10 @@ def test_an_existing_run_folder_is_refused_and_left_alone(
 
 def train(*flags: str, **env: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "SLIME_DEBUG": "0", **env}
-    command = [sys.executable, "train.py", *flags]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment
+    command = [sys.executable, str(ROOT / "train.py"), *flags]
+    done = run_fork(command, environment)
+    return subprocess.CompletedProcess(
+        command, done.returncode, done.stdout.decode(), done.stderr.decode()
     )
 
 

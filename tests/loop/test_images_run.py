@@ -89,13 +89,26 @@ def check_samples(result: RunResult, count: int) -> None:
             assert not file.is_file() or PICTURES["square"][40:200] not in file.read_bytes()
 
 
-def test_a_run_learns_from_images(run: Run, seeing: tuple[object, ...]) -> None:
+#: Partial rollouts are put back, and saved.
+_SAVED = (
+    *("--partial-rollout", "--over-sampling-batch-size", 8),
+    *("--save-interval", 1, "--save", "{run}/checkpoints"),
+)
+
+
+@pytest.fixture(scope="module")
+def first_life(run: Run, seeing: tuple[object, ...]) -> RunResult:
+    flags = (*dumps(run, "seeing"), *_SAVED, "--num-rollout", 2)
+    return run("seeing", *GRPO, *seeing, *flags)
+
+
+def test_a_run_learns_from_images(first_life: RunResult, seeing: tuple[object, ...]) -> None:
     """Trainer and engine agree on every token and on the canary's pictures; the tower moves, and
     what is exported has every tensor."""
-    name = "seeing"
-    result = run(name, *GRPO, *seeing, *dumps(run, name), "--num-rollout", 2)
+    result = first_life
     check_samples(result, 2)
-    assert max(result.series("train/train_rollout_logprob_abs_diff")) <= 1e-5
+    # later ones have tokens of older weights, too
+    assert result.series("train/train_rollout_logprob_abs_diff")[0] <= 1e-5
     assert min(result.series("train/canary_image_abs_diff")) > 1e-4
     assert min(result.series("perf/actor_train_images_per_s")) > 0
     assert sum(result.series("perf/images/trainer_time")) > 0
@@ -125,22 +138,20 @@ def test_adapters_learn_from_images(run: Run, seeing: tuple[object, ...]) -> Non
 
 def test_pushes_in_flight_keep_the_images(run: Run, seeing: tuple[object, ...]) -> None:
     name = "seeing-in-flight"
-    flags: list[Any] = ["--update-weights-in-flight", "--async-buffer-size", 2, "--num-rollout", 6]
+    flags: list[Any] = ["--update-weights-in-flight", "--async-buffer-size", 2, "--num-rollout", 4]
     flags += ["--rollout-max-response-len", 60, "--use-tis", "--lr", "1e-4"]
     result = run(name, *GRPO, *seeing, *dumps(run, name), *flags, driver="train_async")
-    check_samples(result, 6)
+    check_samples(result, 4)
     assert sum(result.series("rollout/continued_requests")) > 0
 
 
-def test_a_resumed_run_goes_on_with_images(run: Run, seeing: tuple[object, ...]) -> None:
-    """Partial rollouts put back, and a second life that takes over from the checkpoint."""
-    name = "seeing-resumed"
-    flags: list[Any] = ["--partial-rollout", "--over-sampling-batch-size", 8, "--save-interval", 1]
-    flags += ["--save", "{run}/checkpoints"]
-    run(name, *GRPO, *seeing, *dumps(run, name), *flags, "--num-rollout", 2)
-    load = ("--load", "{run}/checkpoints")
-    result = run(name, *GRPO, *seeing, *dumps(run, name), *flags, *load, "--num-rollout", 3)
-    check_samples(result, 3)
+def test_a_resumed_run_goes_on_with_images(
+    run: Run, seeing: tuple[object, ...], first_life: RunResult
+) -> None:
+    """A second life takes over from the checkpoint, with the partial rollouts put back."""
+    name = first_life.path.name
+    flags = (*dumps(run, name), *_SAVED, "--load", "{run}/checkpoints", "--num-rollout", 3)
+    check_samples(run(name, *GRPO, *seeing, *flags), 3)
 
 
 def test_answers_of_the_data_are_learned_with_images(run: Run, seeing: tuple[object, ...]) -> None:

@@ -32,9 +32,14 @@ def begin(world: World, start_held: StartHeld, hold: Path) -> Start:
     """``begin(name, *flags)``: a driver whose rewards obey ``hold``, and leave processes behind."""
     (hold / "daemons").touch()
 
-    def start_driver(name: str, *flags: object, script: str = "train.py") -> Driver:
+    def start_driver(
+        name: str,
+        *flags: object,
+        script: str = "train.py",
+        streams: tuple[int, int] | None = None,
+    ) -> Driver:
         words = world.resumable(name, "--custom-rm-path", "tests.support.hold.reward", *flags)
-        return start_held(words, world.outputs / name, script)
+        return start_held(words, world.outputs / name, script, streams)
 
     return start_driver
 
@@ -62,11 +67,13 @@ def check_closed(ports: set[int]) -> None:
 @pytest.mark.parametrize(
     "script", ["train.py", pytest.param("train_async.py", marks=pytest.mark.full)]
 )
-def test_sigterm_saves_and_the_same_command_goes_on(begin: Start, hold: Path, script: str) -> None:
+def test_sigterm_saves_and_the_same_command_goes_on_though_nobody_reads(
+    begin: Start, hold: Path, script: str
+) -> None:
     (hold / "hold-1").touch()
     name, apart = (
         f"sigterm-{script}",
-        ["--async-save", *(["--no-colocate"] if "async" in script else [])],
+        ["--async-save", "--num-rollout", 3, *(["--no-colocate"] if "async" in script else [])],
     )
     driver = begin(name, *apart, script=script)
     wait_held(driver, hold, 1)
@@ -82,12 +89,26 @@ def test_sigterm_saves_and_the_same_command_goes_on(begin: Start, hold: Path, sc
     ).read_text().strip() == "0"
     assert (driver.path / "report.html").exists() and not (driver.path / "crash").exists()
 
+    # stdout is a full device, the reader of stderr goes away in the first rollout that follows, and
+    # the terminal in the second
+    (hold / "hold-2").touch()
+    (hold / "held-1").unlink()
+    reader, writer = os.pipe()
+    with open("/dev/full", "w") as full, open(reader, "rb"):
+        streams = full.fileno(), writer
+        driver = begin(name, *apart, script=script, streams=streams)
+        os.close(writer)
+        wait_held(driver, hold, 1)
     (hold / "hold-1").unlink()
-    driver = begin(name, *apart, script=script)
-    assert driver.end() == 0, driver.stderr
+    wait_held(driver, hold, 2)
+    driver.signal(signal.SIGHUP, group=True)
+    (hold / "hold-2").unlink()
+    assert driver.end() == 0
     driver.leaves_nothing()
-    assert driver.steps() == [1, 2] and state_of(driver) == "finished"
-    assert "Traceback" not in driver.stderr
+    assert driver.steps() == [1, 2, 3] and state_of(driver) == "finished"
+    log = (driver.path / "logs" / "driver.log").read_text()
+    assert log.count("stderr cannot be written any more (Broken pipe): the run continues") == 1
+    assert "Traceback" not in log
 
 
 @pytest.mark.full  # how such a mistake is told is in tests/first_hour/test_cannot_learn.py

@@ -14,6 +14,7 @@ from pathlib import Path
 from slime.engines.api import is_ready
 from slime.engines.keys import VARIABLE
 from slime.processes.host import free_port
+from tests.support.forks import Fork, fork_or_start
 from tests.support.processes import PATIENCE, wait_until
 
 #: In the environment of such engines, and of runs in which they take part.
@@ -22,7 +23,7 @@ ITS_KEY = {VARIABLE: "somebody's"}
 
 @dataclass
 class ExternalEngine:
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Fork
     url: str
     log: Path
 
@@ -55,9 +56,9 @@ def external_engine(
         "somebody's",
         *words,
     ]
-    with open(log, "wb") as output:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **key}
-        process = subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT, env=environment)
+    with open(log, "wb") as output, open(os.devnull, "rb") as nothing:
+        stdio = nothing.fileno(), output.fileno(), output.fileno()
+        process = fork_or_start(argv, stdio, {**os.environ, **key})
     engine = ExternalEngine(process, f"http://127.0.0.1:{port}", log)
     try:
         wait_until(
@@ -68,4 +69,4 @@ def external_engine(
         yield engine
     finally:
         process.kill()
-        process.wait()
+        process.wait(PATIENCE)

@@ -5,7 +5,9 @@ processes, which shows that their own imports suffice."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
+import importlib
 import os
 import signal
 import subprocess
@@ -15,23 +17,56 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from slime.processes import preloaded
 from slime.processes.owner import die_with_parent
+from tests.support.forked_raylet import add_to_path, fork_guard
 
-#: What a driver imports until its loop begins, next to what Ray's workers import.
-_MODULES = ("slime.diagnosis.doctor", "slime.run.session", "slime.cli.resume", "slime.loop")
+#: What drivers, engines and Ray's workers import, without Ray.
+_MODULES = (
+    "torch",
+    "torch._dynamo",
+    "transformers:AutoTokenizer",
+    "numpy.random",
+    "starlette.datastructures",
+    "slime.trainer.megatron.backend",
+    "slime.weights.sync",
+    "slime.rollout.loop",
+    "slime.rollout.rewards.row_checks",
+    "slime.embedded.server",
+    "slime.cli.resume",
+    "slime.cli.train",
+    "slime.diagnosis.doctor",
+    "slime.page.report",
+    "slime.run.ancestry",
+    "slime.run.changed_inputs",
+    "slime.run.preflight",
+    "slime.run.stopping",
+)
+#: Commands, or scripts, whose process starts a Ray.
+_DRIVERS = {"train", "train-async", "resume", "train.py", "train_async.py"}
+_PATH = "PYTHONPATH"
 #: Variables that are read where they are used, or set after the import by `start_ray`. Libraries
 #: read others while they are imported.
 _READ_LATER = (
     "SLIME_",
     "PYTEST_",
+    "FAKE_SGLANG_",
+    "WANDB_",
+    "NETRC",
+    "http_proxy",
+    "HTTP_PROXY",
+    "https_proxy",
+    "HTTPS_PROXY",
+    "all_proxy",
+    "ALL_PROXY",
+    "no_proxy",
+    "NO_PROXY",
     "TMPDIR",
-    "RAY_AUTH_TOKEN",
-    "RAY_USAGE_STATS_ENABLED",
-    "RAY_enable_metrics_collection",
-    "RAY_prestart_worker_first_driver",
-    "RAY_worker_niceness",
+    _PATH,  # `add_to_path`
+    "RAY_",  # Ray is imported in the fork
+    "PYTHONBREAKPOINT",
 )
 #: As the processes that tests start have it.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -44,12 +79,17 @@ class Fork(preloaded.ForkedProcess):
         argv: Python, a script or -m and a module, and its arguments.
         stdio: descriptors of its stdin, stdout and stderr.
         env: its whole environment.
+        cwd: its working directory.
     Raises:
         OSError: this needs a process of its own.
     """
 
     def __init__(
-        self, argv: Sequence[str], stdio: tuple[int, int, int], env: Mapping[str, str]
+        self,
+        argv: Sequence[str],
+        stdio: tuple[int, int, int],
+        env: Mapping[str, str],
+        cwd: str | Path = ".",
     ) -> None:
         path, known = _server(os.getpid())
         if _read_early(env) != known:
@@ -59,9 +99,10 @@ class Fork(preloaded.ForkedProcess):
         self._server = preloaded._connect(path)
         try:
             score = preloaded._oom_score_adjustment()
-            self.pid = preloaded._request_fork(
-                self._server, argv, env, stdio, score, is_watched=True
-            )
+            with contextlib.chdir(cwd):
+                self.pid = preloaded._request_fork(
+                    self._server, argv, env, stdio, score, is_watched=True
+                )
         except BaseException:
             self._server.close()
             raise
@@ -90,16 +131,25 @@ class Fork(preloaded.ForkedProcess):
 
 
 def fork_or_start(
-    argv: Sequence[str], stdio: tuple[int, int, int], env: Mapping[str, str]
+    argv: Sequence[str],
+    stdio: tuple[int, int, int],
+    env: Mapping[str, str],
+    cwd: str | Path = ".",
 ) -> Fork | subprocess.Popen[bytes]:
     """A `Fork`, or where that is refused a new process; either leads a session of its own."""
     env = {**env, **_ENVIRONMENT}
     try:
-        return Fork(argv, stdio, env)
+        return Fork(argv, stdio, env, cwd)
     except OSError:
         stdin, stdout, stderr = stdio
         return subprocess.Popen(
-            argv, stdin=stdin, stdout=stdout, stderr=stderr, env=env, start_new_session=True
+            argv,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=env,
+            cwd=cwd,
+            start_new_session=True,
         )
 
 
@@ -137,6 +187,13 @@ def _read_early(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if not name.startswith(_READ_LATER)}
 
 
+def _begin_server(owner: int) -> None:
+    die_with_parent(owner)
+    # a shell's background job, and one under nohup, ignore them; no fork may
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @functools.cache
 def _server(owner: int) -> tuple[str, dict[str, str]]:
     """Start the process that others are forks of; it ends with this process, ``owner``.
@@ -149,13 +206,14 @@ def _server(owner: int) -> tuple[str, dict[str, str]]:
     path = Path(folder.name) / "fork"
     environment = {**os.environ, **_ENVIRONMENT}
     process = subprocess.Popen(
-        [sys.executable, "-m", __name__, str(path)],
+        # the command line is where the titles of all forks must have room
+        [sys.executable, "-m", __name__, str(path), " " * 4000],
         env=environment,
         cwd=Path(__file__).parents[2],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        preexec_fn=functools.partial(die_with_parent, owner),
+        preexec_fn=functools.partial(_begin_server, owner),
     )
     atexit.register(process.terminate)
     while not path.exists() and process.poll() is None:
@@ -163,16 +221,36 @@ def _server(owner: int) -> tuple[str, dict[str, str]]:
     return str(path), _read_early(environment)
 
 
-def _serve(path: str) -> None:
-    from slime.cluster.ray_session import _PRELOADED
+class _Server(preloaded._ForkServer):
+    def _may_fork(self, request: Mapping[str, Any]) -> bool:
+        env = {name: request["env"][name] for name in request["env"] if name != _PATH}
+        own = {_PATH: os.environ[_PATH]} if _PATH in os.environ else {}
+        return super()._may_fork({**request, "env": env | own})
 
-    server = preloaded._ForkServer(path, ["sleep", "infinity"])
+
+def _serve(path: str) -> None:
+    server = _Server(path, ["sleep", "infinity"])
     # a new process has neither
     del sys.path[0], os.environ["RAY_RAYLET_PID"], server._environment["RAY_RAYLET_PID"]
-    server.load([*_PRELOADED, *_MODULES])
+    server.load(_MODULES)
+    assert "ray" not in sys.modules
     request = server.serve()
     del server
     tempfile.tempdir = None  # of the environment that follows
+    run_script = preloaded._run_script
+
+    def run_driver(argv: list[str]) -> None:
+        preloaded._run_script = run_script  # for the forks of the preloaded process
+        add_to_path(os.environ.get(_PATH, ""))
+        if "SLIME_TEST_READS" in os.environ:  # `tests/support/recorded_reads`
+            sys.modules.pop("sitecustomize", None)
+            importlib.import_module("sitecustomize")
+        name = argv[3:4] if argv[1] in ("-m", "-Pm") else [os.path.basename(argv[1])]
+        if _DRIVERS.intersection(name):
+            fork_guard()
+        run_script(argv)
+
+    preloaded._run_script = run_driver
     preloaded._run(request)
 
 

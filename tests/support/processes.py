@@ -65,13 +65,16 @@ class World:
     outputs: Path
 
     @staticmethod
-    def create(folder: Path) -> World:
+    def create(folder: Path, *, is_small: bool = True) -> World:
+        """Write model and data; a small model has a tenth of the demo's parameters."""
         from recipes import arithmetic
 
         world = World(folder / "inputs", folder / "outputs")
         (world.inputs / "model").mkdir(parents=True)
         arithmetic.write_data(world.inputs, seed=0, num_demonstrations=64)
         arithmetic.write_model(world.inputs / "model", seed=0)
+        if is_small:
+            _shrink(world.inputs / "model")
         rows = [{"prompt": f"{i}0+{i}=", "better": f"{i}{i}", "worse": "00"} for i in range(1, 9)]
         lines = [json.dumps(row | {"answer": row["better"], "right": True}) for row in rows]
         lines += [json.dumps(row | {"answer": row["worse"], "right": False}) for row in rows]
@@ -103,6 +106,16 @@ class World:
     def resumable(self, name: str, *more: object) -> list[str]:
         folder = self.outputs / name / "checkpoints"
         return self.flags(name, "--load", folder, "--save", folder, "--save-min-seconds", 0, *more)
+
+
+def _shrink(model: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model)
+    config.hidden_size, config.intermediate_size, config.head_dim = 32, 64, 8
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(model)
 
 
 @dataclass
@@ -314,10 +327,8 @@ def start(
     with open(output, "w") as stderr, open(os.devnull, "r+") as nothing:
         stdin, stdout, error = nothing.fileno(), *(streams or (nothing.fileno(), stderr.fileno()))
         stdio = stdin, stdout, error
-        if not prefix and cwd.samefile(os.getcwd()):
-            process = fork_or_start(argv, stdio, environment)
-        else:
-            process = subprocess.Popen(
+        if prefix:
+            process: subprocess.Popen[bytes] | Fork = subprocess.Popen(
                 argv,
                 stdin=stdin,
                 stdout=stdout,
@@ -326,6 +337,8 @@ def start(
                 env=environment,
                 start_new_session=True,
             )
+        else:
+            process = fork_or_start(argv, stdio, environment, cwd)
     return Driver(process, path, output)
 
 

@@ -104,4 +104,7 @@ def process() -> str:
 
 
 if "SLIME_TEST_READS" in os.environ:
-    sys.meta_path.insert(0, AfterImport())
+    if config := sys.modules.get(CONFIG):  # in a fork of a process that has imported it
+        record(config.GROUPS, config.FlatArgs)
+    else:
+        sys.meta_path.insert(0, AfterImport())
