@@ -531,13 +531,16 @@ def between_turns(
     text = ""
     try:
         text = render(tokenizer, start + between, tools=tools, **template_kwargs)
-    except TemplateRefuses:
+    except TemplateRefuses as refused:
         if to_past:
             # Mistral's templates refuse two assistant turns with only tool results between them
             with contextlib.suppress(TemplateRefuses):
                 text = render_messages(tokenizer, start + between, tools=tools, **template_kwargs)
         if not text and results:
-            text = _behind_calls(tokenizer, between, render, calls, tools, template_kwargs)
+            try:
+                text = _behind_calls(tokenizer, between, render, calls, tools, template_kwargs)
+            except TemplateRefuses as unnamed:
+                raise TemplateRefuses(refused.what, refused.why, unnamed.fix) from unnamed
             if text:
                 return text
         if not text:

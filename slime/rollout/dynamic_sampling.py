@@ -454,7 +454,7 @@ class DynamicSampler:
     def progress(self) -> dict[str, float]:
         """``done`` and ``target`` in groups, ``tokens`` generated so far."""
         kept = sum(run.decision is Decision.KEEP for run in self.drawn)
-        tokens = sum(sample.response_length for run in self.drawn for sample in run.samples)
+        tokens = sum(run.num_tokens for run in self.drawn)
         return {"done": min(kept, self.target), "target": self.target, "tokens": tokens}
 
 

@@ -152,7 +152,7 @@ async def evaluate(
 
 def progress_of(tasks: Tasks) -> dict[str, float]:
     """``done`` of ``target`` prompts, ``tokens`` generated so far."""
-    tokens = sum(sample.response_length for run in tasks.values() for sample in run.samples)
+    tokens = sum(run.num_tokens for run in tasks.values())
     return {"done": sum(task.done() for task in tasks), "target": len(tasks), "tokens": tokens}
 
 

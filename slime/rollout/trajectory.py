@@ -203,6 +203,12 @@ class GroupRun:
                 trajectories[key] = Trajectory(sample, [sample], sample.as_drawn)
         return GroupRun(list(trajectories.values()), order)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the responses so far; a failed sample may hold anything instead of a number."""
+        lengths: list[Any] = [sample.response_length for sample in self.samples]
+        return sum(length for length in lengths if isinstance(length, int))
+
     def restored(self, found: Sequence[Sample]) -> GroupRun:
         """Return this drawn group in the state that was ``found`` in the journal."""
         run = GroupRun.of(found, self.order)

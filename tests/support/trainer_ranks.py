@@ -7,6 +7,7 @@ import contextlib
 import faulthandler
 import gc
 import io
+import logging
 import multiprocessing as mp
 import multiprocessing.util
 import os
@@ -274,6 +275,7 @@ def _fork_server(path: str, argv: Sequence[str], kept: Sequence[int]) -> int:
             if int(name) > 2 and int(name) not in kept:
                 with contextlib.suppress(OSError):
                     os.close(int(name))
+        logging.getLogger().handlers.clear()  # of pytest; one writes to a descriptor that is closed
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  (pytest's were closed)
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
         faulthandler.enable()

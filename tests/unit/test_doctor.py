@@ -204,7 +204,7 @@ def small_shared_memory(f: Fault) -> None:
     f.patch.setattr(
         checks_host.shutil,
         "disk_usage",
-        lambda path: Usage(1e5, 0, 1e5) if str(path) == "/dev/shm" else usage(path),
+        lambda path: Usage(1e3, 0, 1e3) if str(path) == "/dev/shm" else usage(path),
     )
 
 

@@ -42,7 +42,7 @@ def test_the_routers_question_needs_no_token_and_ours_does(
     config = run_config(**flags)
     spec = sglang_command(config, "m", "h", 1, place)
     assert spec.env[HEALTH_GENERATES] == "false"
-    assert spec.health_path == HealthChecks.of(config)._path == "/health_generate"
+    assert spec.health_path == HealthChecks.of(config).path == "/health_generate"
 
 
 @pytest.mark.parametrize("said", ["true", "1", "off", ""])

@@ -42,8 +42,8 @@ BUDGETS = {
     "observe": 3_460,  # profiles, three trackers, ranges of recipes, rejected drafts
     "page": 1_617,
     "processes": 1_104,  # the preloaded process
-    "prompts": 5_330,  # images, preferences, forms of messages, what templates leave out
-    "rollout": 9_634,  # images of answers, of teachers and of reward models, evaluation sets
+    "prompts": 5_333,  # images, preferences, forms of messages, what templates leave out
+    "rollout": 9_638,  # images of answers, of teachers and of reward models, evaluation sets
     "run": 2_300,  # teachers that see, lengths for longrope, profiles, data sets from Python
     "samples": 2_409,  # rewards of tokens and turns, whole pairs, images behind other prompts
     "sandbox": 925,
