@@ -59,7 +59,7 @@ def _set_alarm(is_set: bool) -> None:
 
 
 def _environment() -> dict[bytes, bytes]:
-    """The variables; a copy of `os.environ`, which decodes each one, takes 400 times as long."""
+    """Return the environment's variables undecoded: copying `os.environ` would decode each one."""
     return dict(vars(os.environ)["_data"])
 
 
@@ -143,7 +143,7 @@ _TORCH_PARTS = (
 
 
 def _random_states() -> tuple[int, Any, Any]:
-    """(seed, state on the CPU, state on the GPU) of torch's default generators."""
+    """The seed of torch's default generators, and their states on the CPU and on the GPU."""
     torch = _torch()
     on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     return torch.initial_seed(), torch.get_rng_state(), on_gpu
@@ -162,7 +162,7 @@ class _Snapshot:
         self._random = _random_states() if in_training and _torch() is not None else None
 
     def changes(self, *, undo: bool) -> list[tuple[str, str]]:
-        """What has changed since, and what to do instead.
+        """Return what has changed since this snapshot, and what the function should do instead.
 
         Args:
             undo: set it back.
@@ -207,9 +207,7 @@ _told: dict[str, set[str]] = {}
 
 @contextlib.contextmanager
 def kept(origin: str, *, in_training: bool = False) -> Iterator[None]:
-    """Guard the state of the process while a user's function runs in this block.
-
-    Costs about 50 µs.
+    """Set back what a user's function, which runs in this block, changes of the process.
 
     Args:
         origin: names the function in messages.
