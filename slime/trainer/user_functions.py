@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slime.config.config import Config
@@ -56,15 +57,17 @@ class UserFunctions:
 
     def compares(self, flag: str, lengths: Tensor, config: Config) -> bool:
         """Whether the function of ``flag`` is to be compared with its values for single samples: at
-        its first micro-batch of several. Not where ranks have parts of samples: some may have no
-        token of one, and collectives in the function would not match.
+        its first micro-batch of several. Not where ranks have other samples, or parts of them: they
+        would call the function more or less often, and collectives in it would wait for ever.
 
         Args:
             lengths: response tokens of each sample.
         """
         if flag in self._compared or len(lengths) < 2 or not bool((lengths > 0).all()):
             return False
-        if config.megatron.context_parallel_size > 1:
+        layout = config.megatron
+        replica = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
+        if dist.is_initialized() and dist.get_world_size() > replica:
             return False
         self._compared.add(flag)
         return True

@@ -488,9 +488,9 @@ class LossFunction(Protocol):
     trained tokens (with ``--calculate-per-token-loss`` the sum over trained tokens). The loss and
     each metric must be such sums: they are added up over micro-batches and ranks, and divided by
     the step's number of trajectories (per token: of trained tokens). The metric ``loss`` is always
-    the returned loss. At the first micro-batch of several samples the function is also called for
-    each of them alone: a warning tells if their losses do not add up. It must not call
-    ``backward``.
+    the returned loss. In a trainer without data or context parallelism, the function is also called
+    for each sample of the first micro-batch of several: a warning tells if their losses do not add
+    up. It must not call ``backward``.
 
     Example:
         >>> def loss_function(args, batch, logits, sum_of_sample_mean):

@@ -47,7 +47,7 @@ BUDGETS = {
     "run": 2_300,  # teachers that see, lengths for longrope, profiles, data sets from Python
     "samples": 2_409,  # rewards of tokens and turns, whole pairs, images behind other prompts
     "sandbox": 925,
-    "trainer": 9_729,  # a critic that shares its base, attention within images by packed kernels
+    "trainer": 9_732,  # a critic that shares its base, attention within images by packed kernels
     "user_code": 1_249,  # functions that are known to be sync
     "weights": 3_059,  # sessions of newer SGLang
 }

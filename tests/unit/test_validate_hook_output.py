@@ -363,6 +363,23 @@ def test_a_loss_that_depends_on_the_micro_batch_is_told(
     assert ("is no sum over samples" in caplog.text) == is_told
 
 
+def test_ranks_with_other_samples_call_a_loss_equally_often(
+    fresh: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collective in it would otherwise wait for ranks that have fewer samples."""
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    calls = []
+
+    def counted(args: Any, batch: Any, logits: Tensor, mean: Any) -> Any:
+        calls.append(1)
+        return averaged(args, batch, logits, mean)
+
+    with_loss(counted)
+    assert len(calls) == 1
+    assert "is no sum over samples" not in caplog.text
+
+
 @pytest.mark.parametrize("name", ["grad_norm", "skipped", "lr-pg_0"])
 def test_metrics_of_the_trainer_are_not_replaced(name: str) -> None:
     with pytest.raises(FunctionFailed, match="which the trainer has"):
