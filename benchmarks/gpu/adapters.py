@@ -126,6 +126,8 @@ def _flags(args: argparse.Namespace, model: Path) -> dict[str, Any]:
     }
     if args.engine == "embedded":
         flags["embedded_max_slots"] = args.in_flight
+    elif args.way == "colocated":
+        flags["sglang_mem_fraction_static"] = 0.6  # the trainer is awake beside the engine
     if args.way == "apart":
         flags["rollout_num_gpus"] = 1
     return flags
