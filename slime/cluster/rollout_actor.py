@@ -84,7 +84,7 @@ class RolloutActor:
         self._under_way: dict[int, asyncio.Task[RolloutResult]] = {}
         self.loop: Any = None  # a `RolloutLoop`, from `connect` on
         self._footprint = Footprint()
-        # writes the last rollout's training data beside its samples
+        # writes samples of a rollout, or the training data beside them
         self._recording: asyncio.Future[None] | None = None
         self.journal: Journal | None = None  # unless it is switched off
         self.references: ReferenceCache | None = None  # if preferences need a reference
@@ -203,11 +203,9 @@ class RolloutActor:
             metrics["rollout/reference_known"] = float(is_known)
         shards = self._put_shards(batches, groups)
         self._groups_of[rollout_id] = [group.index for group in groups]
-        converted = time.perf_counter()
-        self.recorder.record_rollout(rollout_id, groups)
         metrics["perf/rollout_time"] = generated - started
-        metrics["perf/data_preprocess_time"] = converted - generated
-        metrics["perf/record_time"] = time.perf_counter() - converted
+        metrics["perf/data_preprocess_time"] = time.perf_counter() - generated
+        await self._record(self.recorder.record_rollout, rollout_id, groups)
         sampled_by = Counter(
             versions for batch in batches for versions in batch.weight_versions if versions
         )
@@ -239,7 +237,7 @@ class RolloutActor:
         groups = load_rollout(self.config, rollout_id)
         batches, of_critic = to_batches_of_roles(groups, self.config, layout, rollout_id)
         metrics = dict(batches[0].global_stats)
-        self.recorder.record_rollout(rollout_id, groups)
+        await self._record(self.recorder.record_rollout, rollout_id, groups)
         return RolloutResult(
             rollout_id,
             self._put_shards(batches, groups),
@@ -315,14 +313,13 @@ class RolloutActor:
             Metrics of the engines' requests since the last call.
         """
         self.source.mark_consumed(self._groups_of.pop(rollout_id, []))
-        gc.collect()  # samples in cycles of users' code; see `freeze_gc`
         await self._wait_until_recorded()
+        gc.collect()  # samples in cycles of users' code; see `freeze_gc`
         if self.references is not None:
             await asyncio.to_thread(self.references.add, trained)
             trained = [one for one in trained if one.ref_log_probs is None]
         if trained:
-            writing = asyncio.to_thread(self.recorder.record_training, rollout_id, trained)
-            self._recording = asyncio.ensure_future(writing)
+            await self._record(self.recorder.record_training, rollout_id, trained)
         generates = not self.config.algorithm.trains_on_data
         metrics = self.loop.take_idle() if self.loop is not None and generates else {}
         return metrics | {"perf/rollout_memory_gb": self._footprint.gigabytes(os.getpid())}
@@ -374,9 +371,21 @@ class RolloutActor:
         """Return the newest weight version in the journal; 0 without a journal."""
         return self.journal.newest_version if self.journal is not None else 0
 
+    async def _record(self, write: Callable[..., None], *arguments: object) -> None:
+        """Begin to write in a thread, beside the training, after what is being written."""
+        await self._wait_until_recorded()
+        self._recording = asyncio.ensure_future(asyncio.to_thread(write, *arguments))
+
     async def _wait_until_recorded(self) -> None:
-        if self._recording is not None:
-            await self._recording
+        """Wait for the thread that writes, if there is one.
+
+        Raises:
+            OSError: it could not write.
+        """
+        recording = self._recording
+        self._recording = None
+        if recording is not None:
+            await recording
 
     async def close(self) -> None:
         if self.loop is not None:

@@ -8,6 +8,7 @@ an issue.
 from __future__ import annotations
 
 import html
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -110,8 +111,8 @@ def _text(value: Any) -> str:
 
 
 class ReportSink:
-    """Rewrites the report of a run after a step, but rarely enough to take less than 1 % of the
-    time. The page reloads itself.
+    """Rewrites the report of a run after a step, in a thread, beside the next step: rarely enough
+    to take less than 1 % of the time. The page reloads itself.
 
     Args:
         clock: returns the time in seconds.
@@ -121,11 +122,16 @@ class ReportSink:
         self._run = run
         self._clock = clock
         self._next = clock()
+        self._writing: threading.Thread | None = None
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        started = self._clock()
-        if started < self._next:
+        if self._clock() < self._next or (self._writing is not None and self._writing.is_alive()):
             return
+        self._writing = threading.Thread(target=self._write, name="report", daemon=True)
+        self._writing.start()
+
+    def _write(self) -> None:
+        started = self._clock()
         try_to_write_report(self._run)
         ended = self._clock()
         self._next = ended + max(deadlines.REPORT_INTERVAL, (ended - started) / _SHARE)
@@ -134,4 +140,6 @@ class ReportSink:
         """Do nothing: the next report shows the remaining steps."""
 
     def close(self) -> None:
-        """Do nothing: the code that ends the run writes the last report."""
+        """Wait for a report that is being written; the code that ends the run writes the last."""
+        if self._writing is not None:
+            self._writing.join(deadlines.REPORT_INTERVAL)

@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -401,6 +402,7 @@ def test_the_report_of_a_run_that_goes_on_costs_less_than_a_hundredth_of_it(
         sink = ReportSink(RunFolder(tmp_path_factory.getbasetemp()), clock=lambda: now)
         for number in range(200):
             sink.log(number, {})
+            sink.close()  # waits for the thread, whose time passes meanwhile
             now += step
     assert written[0] == 0.0
     gaps = [after - before for before, after in itertools.pairwise(written)]
@@ -409,11 +411,38 @@ def test_the_report_of_a_run_that_goes_on_costs_less_than_a_hundredth_of_it(
     )
 
 
+def test_a_step_does_not_wait_for_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begins, may_end = threading.Event(), threading.Event()
+    written = []
+
+    def write(*args: Any) -> None:
+        written.append(args)
+        begins.set()
+        may_end.wait()
+
+    monkeypatch.setattr("slime.page.report.write_report", write)
+    sink = ReportSink(RunFolder(tmp_path), clock=lambda: 0.0)
+    for step in range(3):
+        sink.log(step, {})
+        begins.wait()
+    may_end.set()
+    sink.close()
+    assert len(written) == 1
+
+
 def test_a_report_that_cannot_be_written_does_not_end_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = live_run(tmp_path / "x")
-    ReportSink(run).log(1, {})
+
+    def log(step: int) -> None:
+        sink = ReportSink(run)
+        sink.log(step, {})
+        sink.close()
+
+    log(1)
     assert run.report_path.is_file()
 
     monkeypatch.setattr(logging.getLogger("slime"), "propagate", True)
@@ -423,7 +452,7 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(
             raise problem
 
         monkeypatch.setattr("slime.page.report.write_report", fails)
-        ReportSink(run).log(2, {})
+        log(2)
     assert "No space left" in caplog.text and "TypeError: what nobody foresaw" in caplog.text
 
 

@@ -262,6 +262,7 @@ from slime.run import stopping
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (2000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 files = [os.dup(0) for _ in range({files})]
+signal.signal(signal.{number}, signal.SIG_DFL)  # ignored where the tests run in the background
 deadlines.STOPPING_FORCED_EXIT = 0.2
 with stopping.StopSignals() as signals:
     signals.what_blocks_exit = lambda: {who!r}

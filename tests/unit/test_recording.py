@@ -1,0 +1,61 @@
+"""When samples are written: beside the training on them, one rollout after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from slime.cluster.rollout_actor import RolloutActor
+from slime.config import make_config
+from slime.processes.footprint import Footprint
+
+
+def an_actor() -> RolloutActor:
+    """Return one without data or engines."""
+    actor = object.__new__(RolloutActor)
+    actor.config = make_config(rollout_batch_size=1, num_rollout=1)
+    actor.source = SimpleNamespace(mark_consumed=lambda groups: None)
+    actor.loop = actor.references = actor.journal = actor._recording = None
+    actor._groups_of = {}
+    actor._footprint = Footprint()
+    return actor
+
+
+def test_a_batch_does_not_wait_until_its_samples_are_written() -> None:
+    actor = an_actor()
+    may_end = threading.Event()
+    written: list[str] = []
+
+    def slowly(what: str) -> None:
+        may_end.wait()
+        written.append(what)
+
+    async def two_rollouts() -> None:
+        await actor._record(slowly, "samples")
+        next_one = asyncio.ensure_future(actor._record(written.append, "samples of the next"))
+        await asyncio.sleep(0.01)
+        assert not written and not next_one.done()
+        may_end.set()
+        await next_one
+        await actor.mark_consumed(0)
+
+    asyncio.run(two_rollouts())
+    assert written == ["samples", "samples of the next"]
+
+
+def test_samples_that_cannot_be_written_are_an_error_once() -> None:
+    actor = an_actor()
+
+    def fails() -> None:
+        raise OSError(28, "No space left on device")
+
+    async def a_rollout() -> None:
+        await actor._record(fails)
+        with pytest.raises(OSError, match="No space left"):
+            await actor.mark_consumed(0)
+        await actor.close()
+
+    asyncio.run(a_rollout())
