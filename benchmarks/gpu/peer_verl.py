@@ -366,7 +366,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--verl-memory", type=float, default=0.7, help="share of the GPU for verl's SGLang"
     )
     parser.add_argument("--verl-more", default="", help="more overrides for verl, in one word")
-    parser.add_argument("--slime-tokens", type=int, help="of a micro-batch of ours")
+    parser.add_argument(
+        "--slime-tokens", type=int, help="of a micro-batch of ours (default: the memory plan's)"
+    )
     parser.add_argument("--keep", type=Path, help="keep logs and metrics in this folder")
     parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="run nothing")
     return parser.parse_args(argv)

@@ -318,13 +318,12 @@ def run_training(
         "--num-rollout": args.steps,
         "--rollout-max-response-len": args.new_tokens,
         "--rollout-max-context-len": length,
-        "--max-tokens-per-gpu": 8 * length,
         "--custom-rm-path": "benchmarks.gpu.setting.reward",
         "--lr": "1e-6",
         "--output-dir": folder,
         "--run-name": "run",
     }
-    words = ["--use-dynamic-batch-size", *(str(word) for pair in given.items() for word in pair)]
+    words = [str(word) for pair in given.items() for word in pair]
     command = [sys.executable, str(ROOT / script), *words, *engine_flags(args), *more]
     with subprocess.Popen(command, cwd=ROOT) as driver:
         try:
