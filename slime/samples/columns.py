@@ -10,7 +10,7 @@ from slime.algorithms.baseline import normalise_rewards
 from slime.algorithms.estimators import ESTIMATORS
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.log import get_logger
+from slime.log import get_logger, tell
 from slime.samples.frozen_fields import frozen
 from slime.samples.media import Media, media_of
 from slime.samples.payloads import PAYLOADS
@@ -306,4 +306,15 @@ def _rewards_from_hook(
         roles = [f"the {kind} of the sample with index {sample.index}" for sample in samples]
         return [reward_number(value, origin, role) for value, role in zip(values, roles)]
 
-    return checked(raw, "raw reward"), checked(rewards, "reward")
+    logged, trained = checked(raw, "raw reward"), checked(rewards, "reward")
+    given = [sample.reward for sample in samples]
+    if trained == given != logged:
+        tell(
+            logger,
+            "%s returned the samples' own rewards second, to train on, and others first, to log: "
+            "if they are swapped, %s",
+            origin,
+            fix,
+            once="swapped rewards",
+        )
+    return logged, trained

@@ -19,6 +19,7 @@ from slime.algorithms.estimators import ESTIMATORS
 from slime.algorithms.reduce import token_weights
 from slime.config import make_config
 from slime.errors import UserError
+from slime.log import untold
 from slime.samples.batch import TrainBatch, TrainLayout
 from slime.samples.convert import to_batches_of_roles, to_train_batches
 from slime.samples.types import Group, Sample, SampleStatus, TokenSpan
@@ -406,6 +407,21 @@ def test_a_bad_reward_post_process_hook_is_refused(hook_module, body, message) -
     path = hook_module(f"def hook(args, samples): return {body}")
     with pytest.raises(UserError, match=message):
         convert(make_groups([1.0, 0.0]), custom_reward_post_process_path=path)
+
+
+@pytest.mark.parametrize(
+    ("body", "warns"),
+    [
+        ("[s.reward - 0.5 for s in samples], [s.reward for s in samples]", True),
+        ("[s.reward for s in samples], [s.reward - 0.5 for s in samples]", False),
+        ("[s.reward for s in samples], [s.reward for s in samples]", False),
+    ],
+)
+def test_rewards_in_the_wrong_order_are_told(hook_module, body: str, warns: bool) -> None:
+    untold()
+    path = hook_module(f"def hook(args, samples): return {body}")
+    convert(make_groups([1.0, 0.0]), custom_reward_post_process_path=path)
+    assert any("if they are swapped" in line for line in untold()) == warns
 
 
 def test_a_custom_converter_needs_only_what_the_loss_needs(hook_module) -> None:
