@@ -10,6 +10,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,8 +85,8 @@ class RolloutActor:
         self._under_way: dict[int, asyncio.Task[RolloutResult]] = {}
         self.loop: Any = None  # a `RolloutLoop`, from `connect` on
         self._footprint = Footprint()
-        # writes samples of a rollout, or the training data beside them
-        self._recording: asyncio.Future[None] | None = None
+        self._writer = ThreadPoolExecutor(1, "writer")  # of samples, and training data beside them
+        self._written: list[Future[None]] = []  # since the last `_wait_until_recorded`
         self.journal: Journal | None = None  # unless it is switched off
         self.references: ReferenceCache | None = None  # if preferences need a reference
         self._held_out: list[Group] | None = None
@@ -205,7 +206,7 @@ class RolloutActor:
         self._groups_of[rollout_id] = [group.index for group in groups]
         metrics["perf/rollout_time"] = generated - started
         metrics["perf/data_preprocess_time"] = time.perf_counter() - generated
-        await self._record(self.recorder.record_rollout, rollout_id, groups)
+        self._record(self.recorder.record_rollout, rollout_id, groups)
         sampled_by = Counter(
             versions for batch in batches for versions in batch.weight_versions if versions
         )
@@ -237,7 +238,7 @@ class RolloutActor:
         groups = load_rollout(self.config, rollout_id)
         batches, of_critic = to_batches_of_roles(groups, self.config, layout, rollout_id)
         metrics = dict(batches[0].global_stats)
-        await self._record(self.recorder.record_rollout, rollout_id, groups)
+        self._record(self.recorder.record_rollout, rollout_id, groups)
         return RolloutResult(
             rollout_id,
             self._put_shards(batches, groups),
@@ -258,7 +259,7 @@ class RolloutActor:
         is_first = not self.recorder.has_rollouts
         name = self.recorder.evaluation_name(rollout_id)
         output = await self.loop.evaluate(rollout_id, before_training=is_first)
-        self.recorder.record_evaluation(name, rollout_id, output.data)
+        self._record(self.recorder.record_evaluation, name, rollout_id, output.data)
         return dict(output.metrics or {})
 
     async def held_out(self, layout: TrainLayout) -> list[ray.ObjectRef]:
@@ -319,7 +320,7 @@ class RolloutActor:
             await asyncio.to_thread(self.references.add, trained)
             trained = [one for one in trained if one.ref_log_probs is None]
         if trained:
-            await self._record(self.recorder.record_training, rollout_id, trained)
+            self._record(self.recorder.record_training, rollout_id, trained)
         generates = not self.config.algorithm.trains_on_data
         metrics = self.loop.take_idle() if self.loop is not None and generates else {}
         return metrics | {"perf/rollout_memory_gb": self._footprint.gigabytes(os.getpid())}
@@ -371,21 +372,20 @@ class RolloutActor:
         """Return the newest weight version in the journal; 0 without a journal."""
         return self.journal.newest_version if self.journal is not None else 0
 
-    async def _record(self, write: Callable[..., None], *arguments: object) -> None:
-        """Begin to write in a thread, beside the training, after what is being written."""
-        await self._wait_until_recorded()
-        self._recording = asyncio.ensure_future(asyncio.to_thread(write, *arguments))
+    def _record(self, write: Callable[..., None], *arguments: object) -> None:
+        """Write in a thread, beside training and generation, in the order of the calls."""
+        self._written.append(self._writer.submit(write, *arguments))
 
     async def _wait_until_recorded(self) -> None:
-        """Wait for the thread that writes, if there is one.
+        """Wait until everything is written.
 
         Raises:
-            OSError: it could not write.
+            OSError: something could not be written.
         """
-        recording = self._recording
-        self._recording = None
-        if recording is not None:
-            await recording
+        pending = self._written
+        self._written = []
+        for one in pending:
+            await asyncio.wrap_future(one)
 
     async def close(self) -> None:
         if self.loop is not None:

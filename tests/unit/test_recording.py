@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,9 @@ def an_actor() -> RolloutActor:
     actor = object.__new__(RolloutActor)
     actor.config = make_config(rollout_batch_size=1, num_rollout=1)
     actor.source = SimpleNamespace(mark_consumed=lambda groups: None)
-    actor.loop = actor.references = actor.journal = actor._recording = None
+    actor.loop = actor.references = actor.journal = None
+    actor._writer = ThreadPoolExecutor(1)
+    actor._written = []
     actor._groups_of = {}
     actor._footprint = Footprint()
     return actor
@@ -33,16 +36,11 @@ def test_a_batch_does_not_wait_until_its_samples_are_written() -> None:
         may_end.wait()
         written.append(what)
 
-    async def two_rollouts() -> None:
-        await actor._record(slowly, "samples")
-        next_one = asyncio.ensure_future(actor._record(written.append, "samples of the next"))
-        await asyncio.sleep(0.01)
-        assert not written and not next_one.done()
-        may_end.set()
-        await next_one
-        await actor.mark_consumed(0)
-
-    asyncio.run(two_rollouts())
+    actor._record(slowly, "samples")
+    actor._record(written.append, "samples of the next")
+    assert not written
+    may_end.set()
+    asyncio.run(actor.mark_consumed(0))
     assert written == ["samples", "samples of the next"]
 
 
@@ -52,10 +50,7 @@ def test_samples_that_cannot_be_written_are_an_error_once() -> None:
     def fails() -> None:
         raise OSError(28, "No space left on device")
 
-    async def a_rollout() -> None:
-        await actor._record(fails)
-        with pytest.raises(OSError, match="No space left"):
-            await actor.mark_consumed(0)
-        await actor.close()
-
-    asyncio.run(a_rollout())
+    actor._record(fails)
+    with pytest.raises(OSError, match="No space left"):
+        asyncio.run(actor.mark_consumed(0))
+    asyncio.run(actor.close())
