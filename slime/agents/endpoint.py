@@ -198,7 +198,7 @@ class AgentEndpoint:
     ) -> None:
         assert self._server is not None and self._watch is not None and self._task is not None
         self._watch.cancel()
-        self._server.shut(self.api_key)
+        self._server.revoke(self.api_key)
         elapsed = time.monotonic() - self._began
         self._session.sample.non_generation_time += max(
             0.0, elapsed - self._session.generation_seconds

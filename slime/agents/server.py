@@ -100,7 +100,7 @@ class AgentServer:
         self._sessions[_digest(key)] = (key, session)
         return key
 
-    def shut(self, key: str) -> None:
+    def revoke(self, key: str) -> None:
         """Revoke a key, and end its requests."""
         _, session = self._sessions.pop(_digest(key))
         session.end()
@@ -152,8 +152,6 @@ class AgentServer:
             said = f"{request.method} {request.path}: {error.reason}"
             kind = "request_too_large" if error.status == 413 else "not_found_error"
             return _refused(request, said, error.status, kind)
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
             # the path may contain the key
             logger.exception("%s failed", request.match_info.route.resource)
@@ -275,14 +273,15 @@ async def _count_tokens(request: web.Request) -> web.Response:
 
 
 async def _models(request: web.Request) -> web.Response:
-    page = {
-        "object": "list",
-        "data": [_CARD],
-        "has_more": False,
-        "first_id": "policy",
-        "last_id": "policy",
-    }
-    return _json(page)
+    return _json(
+        {
+            "object": "list",
+            "data": [_CARD],
+            "has_more": False,
+            "first_id": "policy",
+            "last_id": "policy",
+        }
+    )
 
 
 async def _model(request: web.Request) -> web.Response:

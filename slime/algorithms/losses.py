@@ -225,10 +225,7 @@ def truncated_importance_sampling(log_ratio: Tensor, low: float, high: float) ->
     """
     ratio = importance_ratio(log_ratio)
     weights = ratio.clamp(low, high)
-    clipped = (weights != ratio).to(ratio.dtype)
-    return Correction(
-        weights, {"tis": ratio, "tis_clipfrac": clipped, "tis_abs": (ratio - 1.0).abs()}
-    )
+    return _correction(weights, ratio, weights != ratio)
 
 
 def icepop(log_ratio: Tensor, low: float, high: float) -> Correction:
@@ -247,10 +244,13 @@ def icepop(log_ratio: Tensor, low: float, high: float) -> Correction:
     """
     ratio = importance_ratio(log_ratio)
     outside = (ratio < low) | (ratio > high)
-    weights = ratio.masked_fill(outside, 0.0)
+    return _correction(ratio.masked_fill(outside, 0.0), ratio, outside)
+
+
+def _correction(weights: Tensor, ratio: Tensor, is_changed: Tensor) -> Correction:
+    clipped = is_changed.to(ratio.dtype)
     return Correction(
-        weights,
-        {"tis": ratio, "tis_clipfrac": outside.to(ratio.dtype), "tis_abs": (ratio - 1.0).abs()},
+        weights, {"tis": ratio, "tis_clipfrac": clipped, "tis_abs": (ratio - 1.0).abs()}
     )
 
 

@@ -142,7 +142,9 @@ def _last_set(root: Path) -> int | str | None:
         text = read_plain(root / _LATEST).decode("ascii", "replace").strip()
     except OSError:
         return None
-    return text if text == RELEASE else int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
+    if text == RELEASE:
+        return text
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
 def check_tracker(root: Path) -> None:
@@ -167,7 +169,7 @@ def check_tracker(root: Path) -> None:
 def iteration_dir(root: Path, iteration: int | str) -> Path:
     """The directory of an iteration, which has another name if a save died while replacing it."""
     name = iteration_name(iteration)
-    replaced = root / f".{name}.replaced"
+    replaced = _hidden(root / name, "replaced")
     return replaced if not (root / name).exists() and replaced.exists() else root / name
 
 
@@ -449,7 +451,7 @@ def partial_dir(final: Path) -> Path:
     except OSError as error:
         raise UserError(
             f"cannot write to {final.parent}",
-            why=f"{error.strerror}",
+            why=error.strerror or str(error),
             fix="pass a directory that you may write to",
         ) from error
     return path
@@ -457,7 +459,11 @@ def partial_dir(final: Path) -> Path:
 
 def partial_path(final: Path) -> Path:
     """The hidden directory that is renamed to ``final`` when complete."""
-    return final.with_name(f".{final.name}.partial")
+    return _hidden(final, "partial")
+
+
+def _hidden(final: Path, state: str) -> Path:
+    return final.with_name(f".{final.name}.{state}")
 
 
 def discard_partial(final: Path) -> bool:
@@ -465,7 +471,7 @@ def discard_partial(final: Path) -> bool:
 
     The directory is renamed first, so that a writer that still runs cannot publish it.
     """
-    discarded = final.with_name(f".{final.name}.discarded")
+    discarded = _hidden(final, "discarded")
     shutil.rmtree(discarded, ignore_errors=True)
     try:
         partial_path(final).rename(discarded)
@@ -480,7 +486,7 @@ def publish(partial: Path, final: Path) -> None:
     afterwards; between the two renames it is at ``.<name>.replaced``, where `iteration_dir` finds
     it."""
     _bring_to_disk_below(partial)
-    replaced = final.with_name(f".{final.name}.replaced")
+    replaced = _hidden(final, "replaced")
     if replaced.exists() and final.exists():
         shutil.rmtree(replaced)
     if final.exists():
@@ -526,7 +532,7 @@ def retain(root: Path, keep: int | None) -> list[int]:
     for iteration in doomed:
         victim = root / iteration_name(iteration)
         # invisible at once, even if the removal is cut short
-        hidden = victim.with_name(f".{victim.name}.discarded")
+        hidden = _hidden(victim, "discarded")
         victim.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
     return doomed

@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.models import ModelFamily, ModelSpec
-from slime.models.layouts import ROW, STACKED_GATE_UP, ParamMapping, TensorSource, Transposed
+from slime.models.layouts import (
+    ROW,
+    STACKED_GATE_UP,
+    ParamMapping,
+    TensorSource,
+    Transposed,
+    stack_slices,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -117,13 +124,6 @@ def _are_swapped(
     return stored == swapped and any(stored[name] != tuple(shapes[name]) for name in shapes)
 
 
-def _slices(index: Any) -> list[slice]:
-    given = list(index) if isinstance(index, tuple) else [index]
-    if given == [...]:
-        given = []
-    return given + [slice(None)] * (3 - len(given))
-
-
 class _Experts:
     """A stack [experts, out, in] of separately stored matrices, read by slices."""
 
@@ -134,7 +134,7 @@ class _Experts:
     def __getitem__(self, index: Any) -> torch.Tensor:
         import torch
 
-        experts, rows, columns = _slices(index)
+        experts, rows, columns = stack_slices(index)
         return torch.stack([_read(expert, rows, columns) for expert in self._experts[experts]])
 
 
@@ -173,5 +173,5 @@ class _Swapped:
         self.shape: Sequence[int] = (experts, columns, rows)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        experts, rows, columns = _slices(index)
+        experts, rows, columns = stack_slices(index)
         return self._stack[experts, columns, rows].transpose(-1, -2)

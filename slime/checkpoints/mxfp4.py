@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from slime.models.layouts import TensorSource
+from slime.models.layouts import TensorSource, stack_slices
 
 if TYPE_CHECKING:
     import torch
@@ -89,10 +89,7 @@ class Mxfp4Tensor:
     def __getitem__(self, index: Any) -> torch.Tensor:
         import torch
 
-        given = list(index) if isinstance(index, tuple) else [index]
-        if given == [...]:
-            given = []
-        experts, columns, rows = given + [slice(None)] * (3 - len(given))
+        experts, columns, rows = stack_slices(index)
         start, stop, _ = columns.indices(self.shape[1])
         blocks = slice(start // BLOCK, -(-stop // BLOCK))
         numbers = decode(

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from slime.checkpoints.directory import partial_dir, partial_path, publish
 from slime.checkpoints.hf_files import INDEX, SINGLE, HfReader, check_export, copy_assets
 from slime.checkpoints.mxfp4 import BLOCK, BLOCKS, SCALES, base_names, decode, encode
-from slime.checkpoints.quantised_check import counted, tables_of, verify_quantised
+from slime.checkpoints.quantised_check import count_summary, merged, tables_of, verify_quantised
 from slime.checkpoints.safetensors_stream import Table, read_table, write_stream
 from slime.engines.wire.buckets import dtype_name, dtype_of
 from slime.engines.wire.quantised import config_of, dequantise, quantise
@@ -95,12 +95,7 @@ def plain_weights(
     reader = HfReader(source, names_only=True)
     surplus = set(reader.verify(family, spec))
     tables = tables_of(reader)
-    extra = [
-        (name, shape)
-        for table in tables.values()
-        for name, (_, shape) in table.items()
-        if name in surplus
-    ]
+    extra = [(name, shape) for name, (_, shape) in merged(tables).items() if name in surplus]
     return tables, matrices(family, spec, extra)
 
 
@@ -129,7 +124,7 @@ def quantise_directory(
         raise UserError(
             f"nothing of {source} would be quantised", why="--ignore names every Linear layer"
         )
-    for rule in idle_among(found, (name for table in tables.values() for name in table)):
+    for rule in idle_among(found, merged(tables)):
         logger.warning("the rule %r of --ignore names nothing in %s", rule, source)
     # engines match these patterns differently; full names mean the same to all of them
     if quantisation.method == "fp8":
@@ -175,7 +170,7 @@ def dequantise_directory(
     spec = family.describe(config)
     verify_quantised(source, family, spec, quantisation)
     tables = tables_of(HfReader(source, names_only=True))
-    present = {name: facts for table in tables.values() for name, facts in table.items()}
+    present = merged(tables)
     shapes = ModelParameters(family, spec).stored
     plan = {
         file: list(_plain_work(table, present, shapes, quantisation, dtype))
@@ -259,7 +254,7 @@ def _decode_mxfp4(
     reader = HfReader(source, names_only=True)
     reader.verify(family, family.describe(source))
     tables = tables_of(reader)
-    stacks = base_names([name for table in tables.values() for name in table])
+    stacks = base_names(list(merged(tables)))
     by_blocks = {blocks: (stem, scales) for stem, (blocks, scales) in stacks.items()}
     scales = {name for _, name in stacks.values()}
 
@@ -472,7 +467,7 @@ class _QuantiseJob:
             return verify_quantised(partial, family, spec, quantisation)
         reader = HfReader(partial, names_only=True)
         reader.verify(family, spec)
-        return counted(reader, spec)
+        return count_summary(reader, spec)
 
 
 def _table(works: Iterable[_Work]) -> Table:
@@ -487,11 +482,9 @@ def _is_whole(path: Path, table: Table) -> bool:
 
 
 def _size(plan: Mapping[str, list[_Work]]) -> int:
-    tables = [_table(works) for works in plan.values()]
+    tables = {file: _table(works) for file, works in plan.items()}
     return sum(
-        math.prod(shape) * dtype_of(dtype).itemsize
-        for table in tables
-        for dtype, shape in table.values()
+        math.prod(shape) * dtype_of(dtype).itemsize for dtype, shape in merged(tables).values()
     )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import ray
 
 from slime import deadlines
-from slime.checkpoints.load_plan import going_on
+from slime.checkpoints.load_plan import config_for_resume
 from slime.cluster.engine_table import State
 from slime.cluster.engines import Engines
 from slime.cluster.gpu_memory import EngineMemory, GpuMemoryOwner
@@ -290,7 +290,7 @@ class Cluster:
         Returns:
             The rollout to continue with, and what the checkpoint holds besides the weights.
         """
-        config = going_on(self.config)
+        config = config_for_resume(self.config)
         slots = require_launched(self._slots)
         require_launched(self._trainers).close(0.0)
         remove_stale()

@@ -86,6 +86,15 @@ class TensorSource(Protocol):
     def __getitem__(self, index: Any) -> torch.Tensor: ...
 
 
+def stack_slices(index: Any) -> list[Any]:
+    """Return an index for each axis of a stack [experts, rows, columns], given that of
+    ``stack[index]``."""
+    given = list(index) if isinstance(index, tuple) else [index]
+    if given == [...]:
+        given = []
+    return given + [slice(None)] * (3 - len(given))
+
+
 @dataclass(frozen=True)
 class OneExpert:
     """One expert's tensor in a stack [experts, …]; indexing reads only this expert's bytes."""

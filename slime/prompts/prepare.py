@@ -41,8 +41,9 @@ from slime.samples.types import Sample
 
 logger = get_logger(__name__)
 
-#: Rows per tokeniser call, and per task of a data worker.
+#: Rows per tokeniser call.
 _BATCH = 512
+#: Rows per task of a data worker.
 _TASK = 1024
 #: Data sets of at most this many rows are checked completely before the first draw; of larger ones,
 #: a selection is.
@@ -52,15 +53,15 @@ SAMPLED_ROWS = 2_000
 #: Several processes share a check that would take one process more seconds than this.
 _SLOW_CHECK = 20.0
 #: Upper bound of the tokens that a tokenizer adds to a text.
-_ADDED = 64
-#: Fewest rows of which it is said that all have the same label.
-_FEW_LABELS = 20
-#: Fewest repeated prompts that are noted.
-_FEW_REPEATED = 20
+_MAX_ADDED_TOKENS = 64
+#: Minimum number of rows for the warning that all have the same label.
+_MIN_EQUAL_LABELS = 20
+#: Minimum number of repeated prompts for a note.
+_MIN_REPEATED_PROMPTS = 20
 #: Keys of metadata that only name the row.
 _NAMES_A_ROW = re.compile(r"(?:^|_)(?:id|ids|idx|index|uid|uuid|row|number|split|source)$")
-#: Most prompts that are compared with those of later rows.
-_MOST_SEEN = 200_000
+#: Maximum number of prompts that are compared with those of later rows.
+_MAX_COMPARED_PROMPTS = 200_000
 #: Number of rows whose tokens are compared to detect another tokenizer.
 _ROWS_COMPARED = 32
 
@@ -78,7 +79,7 @@ class Scan:
     """Findings of the check of some rows.
 
     Attributes:
-        looked_at: how many rows were checked.
+        num_checked: how many rows were checked.
         kept: positions of the rows that can be drawn.
         too_long, shortest, longest, first_too_long: how many prompts exceed the limit, the lengths
             of the shortest and the longest, and where the first is.
@@ -94,7 +95,7 @@ class Scan:
         num_labels: rows whose label a reward compares.
     """
 
-    looked_at: int = 0
+    num_checked: int = 0
     kept: list[int] = field(default_factory=list)
     too_long: int = 0
     shortest: int | None = None
@@ -112,9 +113,9 @@ class Scan:
     one_label: str | None = None
     num_labels: int = 0
 
-    def see(self, prompt: int, label: int, where: str) -> None:
-        """Count a row that has the prompt of an earlier one and another label."""
-        if prompt not in self.seen and len(self.seen) >= _MOST_SEEN:
+    def compare_label(self, prompt: int, label: int, where: str) -> None:
+        """Add a problem if an earlier row has the prompt and another label (both digests)."""
+        if prompt not in self.seen and len(self.seen) >= _MAX_COMPARED_PROMPTS:
             return
         first_label, first = self.seen.setdefault(prompt, (label, where))
         if first_label == label:
@@ -135,19 +136,28 @@ class Scan:
             )
         self.problems.add(where, problem)
 
-    def see_label(self, label: Any, count: int = 1) -> None:
+    def note_label(self, label: Any, count: int = 1) -> None:
         """Count rows with a label, or with several if it is None."""
         text = None if label is None else str(label)
         self.one_label = text if self.one_label == text or not self.num_labels else None
         self.num_labels += count
 
-    def see_question(self, question: int, where: str, count: int = 1) -> None:
+    def note_question(self, question: int, where: str, count: int = 1) -> None:
+        """Count rows that ask a question, the first of them at ``where``."""
         self.num_asked += count
-        if len(self.asked) < _MOST_SEEN:
+        if len(self.asked) < _MAX_COMPARED_PROMPTS:
             self.asked.setdefault(question, where)
 
+    def note_too_long(self, length: int, where: str) -> None:
+        """Count a row whose prompt of ``length`` tokens exceeds the limit."""
+        self.too_long += 1
+        self.first_too_long = self.first_too_long or where
+        self.shortest = length if self.shortest is None else min(self.shortest, length)
+        self.longest = max(self.longest, length)
+
     def merge(self, other: Scan) -> None:
-        self.looked_at += other.looked_at
+        """Add the findings of the check of later rows."""
+        self.num_checked += other.num_checked
         self.kept.extend(other.kept)
         self.too_long += other.too_long
         lengths = [length for length in (self.shortest, other.shortest) if length is not None]
@@ -161,12 +171,12 @@ class Scan:
         self.unread.merge(other.unread)
         self.are_pairs = self.are_pairs or other.are_pairs
         if other.num_labels:
-            self.see_label(other.one_label, other.num_labels)
+            self.note_label(other.one_label, other.num_labels)
         for question, where in other.asked.items():
-            self.see_question(question, where, 0)
+            self.note_question(question, where, 0)
         self.num_asked += other.num_asked
         for prompt, (label, where) in other.seen.items():
-            self.see(prompt, label, where)
+            self.compare_label(prompt, label, where)
 
     def error(self, path: str, checker: Checker, *, has_more: bool = False) -> UserError | None:
         """Return why a run cannot use the rows, or None.
@@ -174,23 +184,23 @@ class Scan:
         Args:
             has_more: the data has rows that were not checked.
         """
-        refused = self.problems.refused(self.looked_at)
+        refused = self.problems.refused(self.num_checked)
         if refused.found:
-            return refused.error(path, self.looked_at, has_more=has_more)
-        if self.kept or not self.looked_at:
+            return refused.error(path, self.num_checked, has_more=has_more)
+        if self.kept or not self.num_checked:
             return None
         return UserError(
             f"every prompt of {path} is longer than {checker.max_tokens} tokens",
-            why=f"{self.looked_at} prompts, the shortest has {self.shortest} tokens",
+            why=f"{self.num_checked} prompts, the shortest has {self.shortest} tokens",
             fix=f"raise {checker.limit_flags}, or use other data",
         )
 
     def warnings(self, path: str, checker: Checker, *, has_more: bool = False) -> list[str]:
         """Warnings about rows that can be used, and about prompts that are left out."""
-        tolerated = self.problems.tolerated(self.looked_at)
-        found = tolerated.warnings(path, self.looked_at, has_more=has_more)
+        tolerated = self.problems.tolerated(self.num_checked)
+        found = tolerated.warnings(path, self.num_checked, has_more=has_more)
         if self.too_long:
-            rows = f"{self.looked_at} prompts"
+            rows = f"{self.num_checked} prompts"
             if has_more:
                 rows = f"the {rows} checked"
             found.append(
@@ -198,30 +208,34 @@ class Scan:
                 f"and left out (the longest: {self.longest}; {checker.limit_flags}; first: "
                 f"{self.first_too_long})"
             )
-        if self.one_label is not None and self.num_labels >= _FEW_LABELS:
+        if self.one_label is not None and self.num_labels >= _MIN_EQUAL_LABELS:
             found.append(
                 f"{path}: all {self.num_labels} labels are {self.one_label[:80]!r}: a model that "
                 "always says so is always right; shuffle the choices of multiple-choice questions, "
                 "or check the column of labels"
             )
         if self.unread.keys:
-            found.append(self.unread.warning(path, self.looked_at))
+            found.append(self.unread.warning(path, self.num_checked))
         return [*found, *(f"{path}: {one}" for one in checker.unread_arguments())]
 
     def notes(self, path: str) -> list[str]:
         """Notes on columns that nothing reads and prompts without a template, which are usual and
         may still explain something."""
         is_noted = self.unread.columns and not self.unread.keys
-        found = [self.unread.warning(path, self.looked_at)] if is_noted else []
+        found = [self.unread.warning(path, self.num_checked)] if is_noted else []
         repeated = self.num_asked - len(self.asked)
-        if repeated >= _FEW_REPEATED and not self.are_pairs and len(self.asked) < _MOST_SEEN:
+        if (
+            repeated >= _MIN_REPEATED_PROMPTS
+            and not self.are_pairs
+            and len(self.asked) < _MAX_COMPARED_PROMPTS
+        ):
             found.append(
                 f"{path}: {repeated} of {self.num_asked} prompts repeat an earlier one, so an "
                 "epoch asks them several times"
             )
         if self.untemplated:
             found.append(
-                f"{path}: {self.untemplated} of {self.looked_at} prompts are plain text, and are "
+                f"{path}: {self.untemplated} of {self.num_checked} prompts are plain text, and are "
                 "trained without the tokenizer's chat template (--apply-chat-template applies it)"
             )
         return found
@@ -264,61 +278,67 @@ class Checker:
 
     def scan(self, rows: Rows, positions: Sequence[int]) -> Scan:
         """Check the rows at ``positions``."""
-        found = Scan(looked_at=len(positions))
+        found = Scan(num_checked=len(positions))
         for low in range(0, len(positions), _BATCH):
             self._scan_batch(rows, positions[low : low + _BATCH], found)
         return found
 
     def _scan_batch(self, rows: Rows, positions: Sequence[int], found: Scan) -> None:
-        prompts: list[tuple[int, Prompt]] = []
-        for position in positions:
-            try:
-                prompt = read_prompt(rows[position], self.form, self.tokenizer)
-            except RowProblem as problem:
-                found.problems.add(rows.where(position), problem)
-                continue
-            found.unread.add(prompt.unread_columns, prompt.unread_keys)
-            for remark in prompt.remarks:
-                found.problems.add(rows.where(position), remark)
-            if self.markers and carries_template(prompt.bare, self.markers):
-                found.templated += 1
-                found.first_templated = found.first_templated or rows.where(position)
-            is_plain = self.form.raw and not self.form.apply_chat_template and not prompt.tokens
-            found.untemplated += is_plain and is_untemplated(prompt.bare, self.tokenizer)
-            prompts.append((position, prompt))
-        read = [prompt for _, prompt in prompts]
+        """Add the findings of the check of a batch of rows to ``found``."""
+        prompts = self._read_batch(rows, positions, found)
+        read = list(prompts.values())
         judged = self.judge(read) if self.judge is not None else [[] for _ in read]
         for (position, prompt), length, problems in zip(
-            prompts, self.lengths(read), judged, strict=True
+            prompts.items(), self.lengths(read), judged, strict=True
         ):
+            where = rows.where(position)
             if unknown := self._unknown_tokens(prompt):
                 problems = [*problems, unknown]
             for one in problems:
-                found.problems.add(rows.where(position), one)
+                found.problems.add(where, one)
             if any(one.refuse_at == 0.0 for one in problems):
                 continue
-            where = rows.where(position)
-            if not prompt.images:
-                found.see_question(_digest_of(_question(prompt)), where)
-            if self.form.preference is not None:
-                found.are_pairs = True
-                found.see(*_preference(prompt, self.form.preference), where)
-            elif self.compares_labels and not prompt.images:
-                metadata = {
-                    key: value
-                    for key, value in prompt.metadata.items()
-                    if not _NAMES_A_ROW.search(key)
-                }
-                asked = (_without_blanks(prompt.bare), prompt.tokens, metadata)
-                found.see(_digest_of(asked), _digest_of(prompt.label), where)
-                found.see_label(prompt.label)
+            self._compare_with_earlier(prompt, where, found)
             if self.fits(length):
                 found.kept.append(position)
             else:
-                found.too_long += 1
-                found.first_too_long = found.first_too_long or rows.where(position)
-                found.shortest = length if found.shortest is None else min(found.shortest, length)
-                found.longest = max(found.longest, length)
+                found.note_too_long(length, where)
+
+    def _read_batch(self, rows: Rows, positions: Sequence[int], found: Scan) -> dict[int, Prompt]:
+        """Return the prompts of rows that can be read, by position."""
+        prompts: dict[int, Prompt] = {}
+        for position in positions:
+            where = rows.where(position)
+            try:
+                prompt = read_prompt(rows[position], self.form, self.tokenizer)
+            except RowProblem as problem:
+                found.problems.add(where, problem)
+                continue
+            found.unread.add(prompt.unread_columns, prompt.unread_keys)
+            for remark in prompt.remarks:
+                found.problems.add(where, remark)
+            if self.markers and carries_template(prompt.bare, self.markers):
+                found.templated += 1
+                found.first_templated = found.first_templated or where
+            is_plain = self.form.raw and not self.form.apply_chat_template and not prompt.tokens
+            found.untemplated += is_plain and is_untemplated(prompt.bare, self.tokenizer)
+            prompts[position] = prompt
+        return prompts
+
+    def _compare_with_earlier(self, prompt: Prompt, where: str, found: Scan) -> None:
+        """Compare a row with earlier ones: its question, and its label or preference."""
+        if not prompt.images:
+            found.note_question(_digest_of(_question(prompt)), where)
+        if self.form.preference is not None:
+            found.are_pairs = True
+            found.compare_label(*_preference(prompt, self.form.preference), where)
+        elif self.compares_labels and not prompt.images:
+            metadata = {
+                key: value for key, value in prompt.metadata.items() if not _NAMES_A_ROW.search(key)
+            }
+            asked = (_without_blanks(prompt.bare), prompt.tokens, metadata)
+            found.compare_label(_digest_of(asked), _digest_of(prompt.label), where)
+            found.note_label(prompt.label)
 
     @property
     def compares_labels(self) -> bool:
@@ -368,7 +388,10 @@ class Checker:
         """Whether a text may exceed the limit: a token holds at least one byte, except for text
         that the tokenizer's normaliser adds."""
         room = (self.max_tokens or 0) - image_tokens
-        return isinstance(text, str) and 2 * len(text.encode("utf-8", "replace")) + _ADDED > room
+        return (
+            isinstance(text, str)
+            and 2 * len(text.encode("utf-8", "replace")) + _MAX_ADDED_TOKENS > room
+        )
 
     def stream(self, rows: Iterator[tuple[str, Row]]) -> Iterator[tuple[Prompt, int]]:
         """Yield (prompt, length) of streamed rows; an invalid row raises a `UserError`. The judge
@@ -480,7 +503,12 @@ def checked_rows(rows: Rows, path: str, checker: Checker, found: Scan) -> Checke
     """Return the record of ``found``, a check of all rows."""
     kept = np.asarray(found.kept, dtype=np.int64)
     return CheckedRows(
-        path, _stamp(path), checker.form, checker.max_tokens, _digest(rows, checker), kept
+        path,
+        _stamp(path),
+        checker.form,
+        checker.max_tokens,
+        _first_rows_digest(rows, checker),
+        kept,
     )
 
 
@@ -496,7 +524,11 @@ def remembered() -> list[CheckedRows]:
 def _remembered_rows(rows: Rows, path: str, checker: Checker) -> np.ndarray | None:
     for one in _checked:
         is_same = (one.path, one.form, one.max_tokens) == (path, checker.form, checker.max_tokens)
-        if is_same and one.stamp == _stamp(path) and one.first_rows == _digest(rows, checker):
+        if (
+            is_same
+            and one.stamp == _stamp(path)
+            and one.first_rows == _first_rows_digest(rows, checker)
+        ):
             return one.kept
     return None
 
@@ -537,7 +569,7 @@ def _digest_of(value: Any) -> int:
     return xxhash.xxh3_64_intdigest(repr(value).encode("utf-8", "replace"))
 
 
-def _digest(rows: Rows, checker: Checker) -> str:
+def _first_rows_digest(rows: Rows, checker: Checker) -> str:
     digest = xxhash.xxh3_64(str(len(rows)).encode())
     for position in range(min(len(rows), _ROWS_COMPARED)):
         try:

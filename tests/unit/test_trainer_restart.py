@@ -70,7 +70,7 @@ class Told(Cluster):
 
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "going_on", lambda config: config)
+    monkeypatch.setattr(module, "config_for_resume", lambda config: config)
     monkeypatch.setattr(module, "wait_for", lambda *_: [])
     monkeypatch.setattr(module, "remove_stale", lambda: None)
 
@@ -173,4 +173,4 @@ def test_no_trainer_is_started_again_of_a_run_that_is_to_stop(
     )
     with pytest.raises(StopRequested):
         session.Session.may_restart_trainer(run, RunFailed("trainer-0 died"))
-    assert run._restarts == 0
+    assert run._num_restarts == 0
