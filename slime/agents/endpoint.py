@@ -94,7 +94,7 @@ class AgentEndpoint:
         return self.environ_for(self._host)
 
     def environ_for(self, host: str) -> dict[str, str]:
-        """`environ` for an agent that reaches this host by another name, such as
+        """Return `environ` for an agent that reaches this host by another name, such as
         "host.docker.internal"."""
         url = self._url(host)
         return {
@@ -169,7 +169,7 @@ class AgentEndpoint:
         )
         return f": it has asked for none, and {status}{last}"
 
-    # -- life --------------------------------------------------------------------------------------
+    # -- start and end -----------------------------------------------------------------------------
 
     async def __aenter__(self) -> AgentEndpoint:
         state = self._session.state

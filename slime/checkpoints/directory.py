@@ -46,13 +46,13 @@ _LEFTOVER = re.compile(r"\.(iter_\d{7,}|release)\.(partial|replaced|discarded)")
 
 
 def iteration_name(iteration: int | str) -> str:
-    """``iter_0000010`` for 10, ``release`` for converted weights."""
+    """Name an iteration's directory: ``iter_0000010`` for 10, ``release`` for converted weights."""
     return RELEASE if iteration == RELEASE else f"iter_{int(iteration):07d}"
 
 
 def saved_iterations(root: Path) -> list[int]:
-    """Iterations that have a directory, in order; [] if ``root`` does not exist. Copies with other
-    names are not included.
+    """List the iterations that have a directory, in order; [] if ``root`` does not exist. Copies
+    with other names are not included.
 
     Raises:
         UserError: the directory cannot be read, or is a broken link.
@@ -83,8 +83,8 @@ def saved_iterations(root: Path) -> list[int]:
 
 
 def own_iterations(root: Path) -> list[int]:
-    """The iterations of the run's current branch, in order. Later iterations belong to a branch
-    that was left with --ckpt-step."""
+    """List the iterations of the run's current branch, in order. Later iterations belong to a
+    branch that was left with --ckpt-step."""
     saved = saved_iterations(root)
     tracked = _tracked_if_readable(root)
     return [
@@ -117,7 +117,7 @@ def read_tracker(root: Path) -> int | str | None:
 
 
 def has_checkpoints(root: Path) -> bool:
-    """Whether ``root`` has checkpoints, even if the tracker file is lost."""
+    """Tell whether ``root`` has checkpoints, even if the tracker file is lost."""
     return bool(saved_iterations(root)) or os.path.lexists(root / TRACKER)
 
 
@@ -137,7 +137,7 @@ def _tracked_if_readable(root: Path) -> int | str | None:
 
 
 def _last_set(root: Path) -> int | str | None:
-    """The last value given to `set_latest`; None if unknown."""
+    """Return the last value given to `set_latest`; None if unknown."""
     try:
         text = read_plain(root / _LATEST).decode("ascii", "replace").strip()
     except OSError:
@@ -167,14 +167,15 @@ def check_tracker(root: Path) -> None:
 
 
 def iteration_dir(root: Path, iteration: int | str) -> Path:
-    """The directory of an iteration, which has another name if a save died while replacing it."""
+    """Return the directory of an iteration, which has another name if a save died while replacing
+    it."""
     name = iteration_name(iteration)
     replaced = _hidden(root / name, "replaced")
     return replaced if not (root / name).exists() and replaced.exists() else root / name
 
 
 def is_leftover(name: str) -> bool:
-    """Whether the name belongs to an unfinished save."""
+    """Tell whether the name belongs to an unfinished save."""
     return bool(_LEFTOVER.fullmatch(name))
 
 
@@ -229,7 +230,7 @@ def _by_preference(root: Path) -> list[int | str]:
 
 
 def newest_whole(root: Path) -> Path | None:
-    """The directory that `find_whole` chooses; None if there is none."""
+    """Return the directory that `find_whole` chooses; None if there is none."""
     iteration, _ = find_whole(root)
     return None if iteration is None else iteration_dir(root, iteration)
 
@@ -277,7 +278,7 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def _final_name(directory: Path) -> str:
-    """The final name of an iteration that may be being written or replaced."""
+    """Return the final name of an iteration that may be being written or replaced."""
     return directory.name.split(".")[1] if is_leftover(directory.name) else directory.name
 
 
@@ -329,7 +330,7 @@ def read_manifest(directory: Path) -> list[FileRecord] | None:
 
 
 def _is_ours(directory: Path) -> bool:
-    """Whether slime wrote a checkpoint, which it never does without a manifest."""
+    """Tell whether slime wrote a checkpoint, which it never does without a manifest."""
     try:
         return (directory / EXTRA_STATE).exists() or _OUR_MARK in read_plain(
             directory / "common.pt"
@@ -402,7 +403,7 @@ def file_record(path: Path, checkpoint: Path) -> FileRecord:
 
 
 def file_fingerprint(path: Path) -> str:
-    """xxh3-128 of a file's bytes."""
+    """Return the xxh3-128 of a file's bytes."""
     import xxhash
 
     digest = xxhash.xxh3_128()
@@ -458,7 +459,7 @@ def partial_dir(final: Path) -> Path:
 
 
 def partial_path(final: Path) -> Path:
-    """The hidden directory that is renamed to ``final`` when complete."""
+    """Return the hidden directory that is renamed to ``final`` when complete."""
     return _hidden(final, "partial")
 
 

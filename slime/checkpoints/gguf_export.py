@@ -299,7 +299,7 @@ def in_gguf_order(tensor: torch.Tensor, name: str, spec: ModelSpec) -> torch.Ten
 
 
 def _rope_factors(spec: ModelSpec) -> torch.Tensor:
-    """The factors by which llama.cpp divides the plain frequencies."""
+    """Return the factors by which llama.cpp divides the plain frequencies."""
     from slime.models.rotary import inverse_frequencies
 
     plain, _ = inverse_frequencies(

@@ -285,7 +285,7 @@ def resolve_teacher(config: Config, teacher: Teacher) -> LoadPlan:
 
 
 def is_hf_dir(path: Path) -> bool:
-    """Whether the directory has a config.json of a Hugging Face model: with a model_type or
+    """Tell whether the directory has a config.json of a Hugging Face model: with a model_type or
     architectures."""
     try:
         data = json.loads(read_plain(path / "config.json"))
@@ -307,14 +307,15 @@ def _plan_fresh_start(config: Config, reason: str) -> LoadPlan:
 
 
 def _initial_weights(config: Config) -> tuple[str, str] | None:
-    """(flag, value) of the weights of the reference model, with which a fresh start begins too."""
+    """Return (flag, value) of the weights of the reference model, with which a fresh start begins
+    too."""
     own = None if reference_adapter(config) else _own_reference(config)
     given = {"--ref-load": own, "--hf-checkpoint": config.checkpoint.hf_checkpoint}
     return next(((flag, path) for flag, path in given.items() if path), None)
 
 
 def _own_reference(config: Config) -> str | None:
-    """The value of --ref-load, if the user gave one."""
+    """Return the value of --ref-load, if the user gave one."""
     derived = config.origins["ref_load"].startswith("derived")
     return None if derived else config.checkpoint.ref_load
 
@@ -361,7 +362,7 @@ def _plan_weights_only(
 
 
 def _plan_resume(config: Config, root: Path, corrupt: Sequence[Damage]) -> LoadPlan:
-    """The plan of a run that resumes from its own checkpoints."""
+    """Return the plan of a run that resumes from its own checkpoints."""
     check_tracker(root)
     found, damaged = find_whole(root, corrupt)
     if found is None:
@@ -434,7 +435,8 @@ def _refuse_foreign_save(root: Path) -> None:
 
 
 def _looks_like_checkpoint(root: Path) -> bool:
-    """Whether the directory has anything like a checkpoint, which a fresh start would ignore."""
+    """Tell whether the directory has anything like a checkpoint, which a fresh start would
+    ignore."""
     if not root.is_dir():
         return root.exists()
     suffixes = (".safetensors", ".distcp", ".bin", ".pt")

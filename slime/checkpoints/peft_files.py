@@ -859,7 +859,7 @@ def _padded(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, _Output
 
 
 def _dense_beside_experts(modules: Iterable[str]) -> list[str]:
-    """Target parameters for the dense MLPs and shared experts of a model with experts.
+    """Name the target parameters for the dense MLPs and shared experts of a model with experts.
 
     For such a model, PEFT applies targets named gate_proj, up_proj or down_proj only to routed
     experts, unless they are target parameters.
@@ -877,7 +877,7 @@ def _dense_beside_experts(modules: Iterable[str]) -> list[str]:
 def _stacked_config(
     modules: Iterable[str], expert_rank: int, alpha: float, rank: int
 ) -> dict[str, Any]:
-    """Entries of the config about experts' parameters, for the layout peft-3d."""
+    """Return the config's entries about experts' parameters in the layout peft-3d."""
     modules = list(modules)
     found = [_EXPERT.fullmatch(module) for module in modules]
     leaves = {one["leaf"] for one in found if one is not None}
@@ -941,14 +941,15 @@ def _stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Output]:
 
 
 def _stacked_a(tensors: Mapping[str, torch.Tensor], chosen: list[list[str]]) -> torch.Tensor:
-    """A of all experts, expert-major; for each expert, gate before up."""
+    """Return A of all experts, expert-major; for each expert, gate before up."""
     import torch
 
     return torch.cat([tensors[peft_name(one, "A")] for modules in chosen for one in modules])
 
 
 def _stacked_b(tensors: Mapping[str, torch.Tensor], chosen: list[list[str]]) -> torch.Tensor:
-    """B of all experts, rank-major with experts innermost; block-diagonal for each expert."""
+    """Return B of all experts, rank-major with experts innermost; block-diagonal for each
+    expert."""
     import torch
 
     whole = [

@@ -61,7 +61,7 @@ def calibrate(seconds: float) -> Rates:
 
 
 def product_rate(size: int, device: str, seconds: float) -> float:
-    """FLOP/s of a product of two square bfloat16 matrices."""
+    """Measure the FLOP/s of a product of two square bfloat16 matrices."""
     import torch
 
     left = torch.randn(size, size, device=device, dtype=torch.bfloat16)
@@ -69,7 +69,7 @@ def product_rate(size: int, device: str, seconds: float) -> float:
 
 
 def copy_rate(nbytes: int, source: str, target: str, seconds: float) -> float:
-    """Bytes per second of a copy, from pinned host memory if there is a GPU."""
+    """Measure the bytes per second of a copy, from pinned host memory if there is a GPU."""
     import torch
 
     pinned = source == "cpu" and torch.cuda.is_available()
@@ -79,7 +79,7 @@ def copy_rate(nbytes: int, source: str, target: str, seconds: float) -> float:
 
 
 def operation_seconds(device: str, seconds: float, count: int = 200) -> float:
-    """Seconds that the host takes for a small operation and its gradient."""
+    """Measure the seconds that the host takes for a small operation and its gradient."""
     import torch
 
     start = torch.ones(16, device=device, requires_grad=True)

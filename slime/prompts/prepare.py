@@ -196,7 +196,7 @@ class Scan:
         )
 
     def warnings(self, path: str, checker: Checker, *, has_more: bool = False) -> list[str]:
-        """Warnings about rows that can be used, and about prompts that are left out."""
+        """Return warnings about rows that can be used, and about prompts that are left out."""
         tolerated = self.problems.tolerated(self.num_checked)
         found = tolerated.warnings(path, self.num_checked, has_more=has_more)
         if self.too_long:
@@ -348,8 +348,8 @@ class Checker:
         return compares_labels(rm_type) and not (form.own_reward or form.raw or form.preference)
 
     def unread_arguments(self) -> list[str]:
-        """Warnings about arguments that the chat template does not read, so that they have no
-        effect."""
+        """Return warnings about arguments that the chat template does not read, so that they have
+        no effect."""
         source = template_source(self.tokenizer)
         if not source or not (self.form.apply_chat_template or self.form.raw):
             return []
@@ -367,8 +367,8 @@ class Checker:
         return self.max_tokens is None or length <= self.max_tokens
 
     def lengths(self, prompts: list[Prompt]) -> list[int]:
-        """Tokens of each prompt; 0 if they are not measured: there is no limit, the text is too
-        short to exceed it, or chat messages have no template."""
+        """Return the number of tokens of each prompt; 0 if they are not measured: there is no
+        limit, the text is too short to exceed it, or chat messages have no template."""
         lengths = [len(prompt.tokens) + prompt.image_tokens for prompt in prompts]
         if self.max_tokens is None or self.form.raw:
             return [0] * len(prompts)
@@ -385,8 +385,8 @@ class Checker:
         return lengths
 
     def _may_exceed(self, text: str | Messages, image_tokens: int) -> TypeGuard[str]:
-        """Whether a text may exceed the limit: a token holds at least one byte, except for text
-        that the tokenizer's normaliser adds."""
+        """Tell whether a text may exceed the limit: a token holds at least one byte, except for
+        text that the tokenizer's normaliser adds."""
         room = (self.max_tokens or 0) - image_tokens
         return (
             isinstance(text, str)
@@ -432,7 +432,7 @@ def prepare(rows: Rows, path: str, checker: Checker, num_workers: int = 0) -> np
 
 
 def read_samples(path: str, checker: Checker, splits: Sequence[str] = TRAINING) -> list[Sample]:
-    """A sample of each row that can be drawn, in the order of the file, without indices.
+    """Make a sample of each row that can be drawn, in the order of the file, without indices.
 
     Args:
         splits: as in `open_rows`.
@@ -457,9 +457,9 @@ def read_samples(path: str, checker: Checker, splits: Sequence[str] = TRAINING) 
 
 
 def positions_to_check(num_rows: int) -> Sequence[int]:
-    """Rows that are checked before a launch: all of up to `ALL_ROWS`, else the first and the last
-    `SAMPLED_ROWS`, and as many evenly spaced between them. The choice depends only on the number of
-    rows.
+    """Choose the rows that are checked before a launch: all of up to `ALL_ROWS`, else the first and
+    the last `SAMPLED_ROWS`, and as many evenly spaced between them. The choice depends only on the
+    number of rows.
 
     Example:
         >>> len(positions_to_check(20_000)), len(positions_to_check(2_000_000))
@@ -541,14 +541,14 @@ def _stamp(path: str) -> tuple[Any, ...]:
 
 
 def _without_blanks(text: str | Messages) -> str | Messages:
-    """The words of a text or of messages, with one blank between them."""
+    """Put one blank between the words of a text or of messages."""
     if isinstance(text, str):
         return " ".join(text.split())
     return [{**one, "content": " ".join(one["content"].split())} for one in text]
 
 
 def _question(prompt: Prompt) -> Any:
-    """What is asked, whatever stands around it: text, or the words of the first user."""
+    """Return what is asked, whatever stands around it: text, or the words of the first user."""
     if prompt.tokens:
         return prompt.tokens
     if isinstance(prompt.bare, str):
@@ -558,7 +558,7 @@ def _question(prompt: Prompt) -> Any:
 
 
 def _preference(prompt: Prompt, columns: PreferenceColumns) -> tuple[int, int]:
-    """Digests of the prompt with all answers, and of what is preferred."""
+    """Return the digests of the prompt with all answers, and of what is preferred."""
     answers = {name: repr(prompt.label[name]) for name in columns.answers}
     preferred = prompt.label["label"] if columns.label else answers.get("chosen")
     asked = (repr(prompt.text), sorted(answers.values()), len(prompt.images))

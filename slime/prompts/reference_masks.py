@@ -57,7 +57,7 @@ def mask_difference(
 def trained_texts(
     rule: str, tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None
 ) -> list[str]:
-    """The trained text of each turn by a rule of the reference system."""
+    """Return the trained text of each turn by a rule of the reference system."""
 
     def render(part: Messages, **kwargs: Any) -> str:
         text: str = tokenizer.apply_chat_template(part, tokenize=False, tools=tools, **kwargs)
@@ -83,7 +83,7 @@ def trained_texts(
 
 
 def _system_length(render: Any) -> int:
-    """Characters that a template itself writes before the first message."""
+    """Count the characters that a template itself writes before the first message."""
     once = len(render([_PREFIX]))
     twice = len(render([_PREFIX, _PREFIX]))
     return int(once - (twice - once))
@@ -104,7 +104,7 @@ def _by_marks(text: str, messages: Messages) -> list[str]:
 
 
 def _runs(tokenizer: Any, sequence: TrainedSequence) -> list[str]:
-    """The text of each run of trained tokens."""
+    """Return the text of each run of trained tokens."""
     runs: list[list[int]] = []
     before = 0
     for token, trained in zip(sequence.tokens, sequence.mask, strict=True):

@@ -427,7 +427,8 @@ class Session:
         self.run.set_state("stopped")
 
     def _report_forced_exit(self, error: BaseException) -> None:
-        """Called by the monitor thread when the main thread is stuck in a call."""
+        """Report how the run ends; the monitor thread calls this if the main thread is stuck in a
+        call."""
         folder = self.run.write_crash(error, note=f"phase: {self.sinks.open_phase}")
         where = f"details: {folder}; every process's log: {self.run.logs}"
         lines = [str(error), where, self._weights_note(), self.saving.resume_hint()]

@@ -134,7 +134,7 @@ class Trainer(Learner, TrainerRank, Protocol):
     def losses(
         self, batch: TrainBatch, step_id: int, inputs_of: Callable[[list[int]], LossInputs]
     ) -> list[MicroBatchResult]:
-        """`forward_backward` without gradients."""
+        """Do as `forward_backward`, without gradients."""
         ...
 
     def critic_turn(self) -> AbstractContextManager[None]:

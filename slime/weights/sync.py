@@ -157,14 +157,15 @@ class WeightSync(EngineSync):
         super().__init__(config, hf_config, **options)
         self._model_chunks = model_chunks
         self._source: WeightSource | None = None
-        self._groups = LoadGroups()
+        self._load_groups = LoadGroups()
         self._stage_seconds: list[float] = []  # limit for each pipeline stage to send
         self._names: list[str] = []  # of all tensors of a push; rank 0
         self._sampler = Sampler()
         self._transport: Transport | None = None
         self._gloo: dist.ProcessGroup | None = None
         self._num_pushes = 0
-        self._opens = self._has_sent = False
+        self._opens_layers = False
+        self._has_sent = False
         # a push failed after its pause: engines may hold a mix of weights, and open layers
         self._is_interrupted = False
         self._last_seconds = 0.0
@@ -187,14 +188,14 @@ class WeightSync(EngineSync):
         with self._ranks.round(_CONNECTING, 2 * deadlines.SYNC_CONTROL) as reached:
             if self.rank == 0:
                 self._fleet = EngineFleet([engine.url for engine in found])
-                with naming_engine():
+                with explain_engine_errors():
                     route = find_route(
                         self.config, self._fleet, self._hf_config, on_this_node=on_this_node
                     )
                 reached.value = route.to_json()
         route = Route.from_json(reached.value)
         self._ranks.sources = route.sources
-        self._opens = route.opens
+        self._opens_layers = route.opens
         if not self._prepare(route, found):
             self._prepare(dataclasses.replace(route, in_runs=False), found)
 
@@ -207,12 +208,12 @@ class WeightSync(EngineSync):
         """
         self._source = self._source_for(route)
         parameters = self._source.parameters
-        self._groups = parameters.family.load_groups(parameters.spec)
+        self._load_groups = parameters.family.load_groups(parameters.spec)
         # both are collective, so they stay outside the block below
         contents = _StageContents.of(self._source, with_shapes=route.asks_ranks)
         gloo = self._gloo_group() if route.kind == "ipc" else None
         self._stage_seconds = [2 * deadlines.DISTRIBUTED_JOIN for _ in route.sources]
-        explained = naming_engine() if self.rank == 0 else nullcontext()
+        explained = explain_engine_errors() if self.rank == 0 else nullcontext()
         with (
             self._ranks.round(
                 _CONNECTING, sum(self._stage_seconds) + 2 * deadlines.SYNC_CONTROL
@@ -231,7 +232,7 @@ class WeightSync(EngineSync):
                     gloo,
                     stage,
                     self._await_turn,
-                    self._groups.members,
+                    self._load_groups.members,
                 )
             if stage is not None:
                 self._ranks.report(asdict(contents))
@@ -263,7 +264,7 @@ class WeightSync(EngineSync):
         if isinstance(digest, SliceDigest):
             names = [name for name in names if digest.slices.get(name)]
         return kinds_of(names) + [
-            list(group) for group in self._groups.among(names) if set(group) <= set(names)
+            list(group) for group in self._load_groups.among(names) if set(group) <= set(names)
         ]
 
     def _source_for(self, route: Route) -> WeightSource:
@@ -316,7 +317,7 @@ class WeightSync(EngineSync):
             self._sampler.end()
         self._last_seconds = receipt.seconds["total"]
         self.version = version
-        self._num_pushes = self._num_pushes + 1
+        self._num_pushes += 1
         logger.info("%s", receipt)
         return receipt
 
@@ -354,7 +355,9 @@ class WeightSync(EngineSync):
     @property
     def _push_seconds(self) -> float:
         """Return the seconds that all phases of a push may take together."""
-        return 6 * deadlines.SYNC_CONTROL + (3 if self._opens else 2) * sum(self._stage_seconds)
+        return 6 * deadlines.SYNC_CONTROL + (3 if self._opens_layers else 2) * sum(
+            self._stage_seconds
+        )
 
     def _gloo_group(self) -> dist.ProcessGroup | None:
         """Make the gloo group of all trainer ranks, which exchanges handles without the GPU.
@@ -414,7 +417,7 @@ class WeightSync(EngineSync):
             # so tensors that the push omits cannot look correct
             with self._phase("reset", version, seconds):
                 fleet.post("/weights_checker", {"action": "reset_tensors"}, self._control_seconds)
-        if self._opens:
+        if self._opens_layers:
             with self._phase("open", version, seconds):
                 self._check.open_layers(self._control_seconds)
         with ExitStack() as session:
@@ -423,13 +426,13 @@ class WeightSync(EngineSync):
                 self._check.begin(self._control_seconds)
                 self._send(tensors, version)
                 stages = self._ranks.reports(self._stage_seconds)
-                sent = _StageSent.of_all([_StageSent.from_json(sent) for sent in stages])
+                sent = _StageSent.merged([_StageSent.from_json(stage) for stage in stages])
             with self._phase("flush", version, seconds):
                 fleet.flush_cache(self._control_seconds)
             with self._phase("check", version, seconds):
                 loaded = self._compare(version, sent, verify_all)
                 session.close()
-        if self._opens:
+        if self._opens_layers:
             with self._phase("close", version, seconds):
                 self._check.close_layers(deadline_for(sent.amount.nbytes))
         self._is_interrupted = False
@@ -484,7 +487,7 @@ class WeightSync(EngineSync):
         return held.loaded
 
     def _dropped(self, name: str, where: str) -> str:
-        others = [other for other in self._groups.members(name) if other != name]
+        others = [other for other in self._load_groups.members(name) if other != name]
         paired = f" (SGLang loads it only together with {', '.join(others)})" if others else ""
         return f"{name} was sent and not loaded by {where}{paired}"
 
@@ -541,11 +544,11 @@ class _StageSent:
     zeros: list[str]
 
     @staticmethod
-    def from_json(words: dict[str, Any]) -> _StageSent:
-        return _StageSent(**words | {"amount": Transferred(**words["amount"])})
+    def from_json(fields: dict[str, Any]) -> _StageSent:
+        return _StageSent(**fields | {"amount": Transferred(**fields["amount"])})
 
     @staticmethod
-    def of_all(stages: Sequence[_StageSent]) -> _StageSent:
+    def merged(stages: Sequence[_StageSent]) -> _StageSent:
         return _StageSent(
             Transferred(
                 sum(s.amount.num_tensors for s in stages), sum(s.amount.nbytes for s in stages)
@@ -557,7 +560,7 @@ class _StageSent:
 
 
 @contextmanager
-def naming_engine() -> Iterator[None]:
+def explain_engine_errors() -> Iterator[None]:
     """Convert failures of an engine or a stage while preparing pushes into messages with
     remedies."""
     try:

@@ -41,7 +41,7 @@ class RemoteReward:
         self._session: aiohttp.ClientSession | None = None
 
     async def score(self, sample: Sample) -> Any:
-        """The server's reward. Retries after a time-out, a lost connection or a 5xx answer.
+        """Return the server's reward. Retries after a time-out, a lost connection or a 5xx answer.
 
         Raises:
             TimeoutError: the last attempt timed out.

@@ -124,7 +124,7 @@ class RoutingGuide:
         for layer, total in zip(self.layers, counts):
             layer.router.statistics.step_counts.copy_(total)
 
-    def take_back_biases(self) -> None:
+    def restore_biases(self) -> None:
         """Restore the routers' biases if the step is not applied: Megatron updates them when it
         finalises gradients, before the gradients are checked."""
         for bias, before in self.biases:
