@@ -76,9 +76,9 @@ class AgentSession:
         self.was_cut = False
         self.refused = ""
         self._is_over = False
-        self._started = 0
+        self._num_turns = 0
         # the request that did not fit into the context, if none was answered since
-        self._full: TurnPosition | None = None
+        self._overflowing: TurnPosition | None = None
         # of the generate function: the rollout's state, and the current trace span
         self._context = contextvars.copy_context()
         self._waiting: set[asyncio.Task[Any]] = set()
@@ -124,7 +124,7 @@ class AgentSession:
                 "invalid_request_error",
                 "sample_failed",
             )
-        if self.max_turns is not None and self._started >= self.max_turns:
+        if self.max_turns is not None and self._num_turns >= self.max_turns:
             raise Refusal(
                 f"this agent may take {self.max_turns} turns",
                 400,
@@ -132,9 +132,9 @@ class AgentSession:
                 "max_turns",
             )
         ask = self.with_kwargs(ask)
-        full_before = self._full
+        overflowing_before = self._overflowing
         place = self.tree.place(ask)
-        self._started += 1  # after `place`, where the template may refuse the request
+        self._num_turns += 1  # after `place`, where the template may refuse the request
         sample = Sample(
             index=self.sample.index,
             group_index=self.sample.group_index,
@@ -154,12 +154,12 @@ class AgentSession:
             self.was_cut = True
             raise Refusal("the rollout ends: this sample will be begun anew", 503, "unavailable")
         if not sample.response_length:
-            self._full = place
+            self._overflowing = place
             said = f"the prompt is too long: {len(place.prompt)} tokens fill the context"
             raise Refusal(said, 400, "invalid_request_error", "context_length_exceeded")
         # the agent continued with a shorter prompt; keep a refusal from during this request
-        if self._full is full_before:
-            self._full = None
+        if self._overflowing is overflowing_before:
+            self._overflowing = None
         output = sample.tokens[sample.prompt_length :]
         opened = self.tree.speech.opens_reasoning(place.prompt)
         reading = self.tree.speech.read(output, ask, opened=opened, stop=params.get("stop") or ())
@@ -189,10 +189,10 @@ class AgentSession:
     def cut_short(self, ends: Sequence[Turn]) -> Turn | None:
         """Return the branch that the agent would have continued if its last request had fitted into
         the context."""
-        if self._full is None:
+        if self._overflowing is None:
             return None
-        if self._full.parent in self.tree.branches():
-            return self._full.parent if self._full.parent in ends else None
+        if self._overflowing.parent in self.tree.branches():
+            return self._overflowing.parent if self._overflowing.parent in ends else None
         # the history was rewritten: most likely that of the last branch
         return max(ends, key=self.tree.turns.index, default=None)
 

@@ -314,19 +314,24 @@ def read_manifest(directory: Path) -> list[FileRecord] | None:
             else f"it is not a manifest: {error!r:.100}"
         )
         raise UserError(f"{path} is damaged", why=why, fix=_go_back(directory)) from error
-    listed = {record.path for record in records}
-    if written_as != _final_name(directory) and _ITERATION.fullmatch(_final_name(directory)):
-        why = f"the directory was written as {written_as}, and copied or renamed"
-    elif any(
-        name.removeprefix(f"{ADAPTER}/").removeprefix(f"{CRITIC}/") != Path(name).name
-        for name in listed
+    fault = _fault_of_manifest(directory, written_as, {record.path for record in records})
+    if fault:
+        raise UserError(f"{path} is damaged", why=fault, fix=_go_back(directory))
+    return records
+
+
+def _fault_of_manifest(directory: Path, written_as: str, listed: set[str]) -> str:
+    """Describe a wrong entry of a manifest; "" if there is none."""
+    name = _final_name(directory)
+    if written_as != name and _ITERATION.fullmatch(name):
+        return f"the directory was written as {written_as}, and copied or renamed"
+    if any(
+        path.removeprefix(f"{ADAPTER}/").removeprefix(f"{CRITIC}/") != Path(path).name
+        for path in listed
     ):
-        why = "it lists files of other directories"
-    elif left_out := sorted(_NEEDED - listed):
-        why = f"it does not list {', '.join(left_out[:4])}"
-    else:
-        return records
-    raise UserError(f"{path} is damaged", why=why, fix=_go_back(directory))
+        return "it lists files of other directories"
+    left_out = sorted(_NEEDED - listed)
+    return f"it does not list {', '.join(left_out[:4])}" if left_out else ""
 
 
 def _is_ours(directory: Path) -> bool:
@@ -358,13 +363,13 @@ def check_complete(directory: Path) -> None:
                 _go_back(directory),
             )
         return
-    faults = [fault for record in records if (fault := _fault_of(directory, record))]
+    faults = [fault for record in records if (fault := _fault_of_file(directory, record))]
     if faults:
         why = first_few(faults, between="; ")
         raise UserError(f"{directory} is damaged", why=why, fix=_go_back(directory))
 
 
-def _fault_of(directory: Path, record: FileRecord) -> str:
+def _fault_of_file(directory: Path, record: FileRecord) -> str:
     """Describe a missing file or a wrong size; "" if the file has neither fault."""
     path = directory / record.path
     try:

@@ -53,7 +53,7 @@ class StackLayout:
         """Return the stack ``name`` in the published layout."""
         stack: TensorSource
         if self.pieces:
-            stack = _Experts([[stored(piece) for piece in expert] for expert in self.pieces])
+            stack = _StackedExperts([[stored(piece) for piece in expert] for expert in self.pieces])
         else:
             stack = stored(name)
         return _Swapped(stack) if self.is_transposed else stack
@@ -124,7 +124,7 @@ def _are_swapped(
     return stored == swapped and any(stored[name] != tuple(shapes[name]) for name in shapes)
 
 
-class _Experts:
+class _StackedExperts:
     """A stack [experts, out, in] of separately stored matrices, read by slices."""
 
     def __init__(self, experts: Sequence[Sequence[TensorSource]]) -> None:
@@ -135,7 +135,7 @@ class _Experts:
         import torch
 
         experts, rows, columns = stack_slices(index)
-        return torch.stack([_read(expert, rows, columns) for expert in self._experts[experts]])
+        return torch.stack([_read_rows(expert, rows, columns) for expert in self._experts[experts]])
 
 
 def _shape(pieces: Sequence[TensorSource]) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ def _common(shapes: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     return next((shape for shape in others if shape != first), first)
 
 
-def _read(pieces: Sequence[TensorSource], rows: slice, columns: slice) -> torch.Tensor:
+def _read_rows(pieces: Sequence[TensorSource], rows: slice, columns: slice) -> torch.Tensor:
     """Read rows of the concatenation of matrices."""
     import torch
 

@@ -358,7 +358,16 @@ def _refuse_step(
 def _plan_weights_only(
     kind: Literal["megatron", "hf"], path: Path, note: str, start: int | None
 ) -> LoadPlan:
-    return LoadPlan(kind, path, None, start or 0, False, False, False, note)
+    return LoadPlan(
+        kind=kind,
+        path=path,
+        iteration=None,
+        start_rollout_id=start or 0,
+        load_optimizer=False,
+        load_rng=False,
+        is_resume=False,
+        note=note,
+    )
 
 
 def _plan_resume(config: Config, root: Path, corrupt: Sequence[Damage]) -> LoadPlan:

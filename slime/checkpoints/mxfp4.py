@@ -25,7 +25,7 @@ BLOCK = 32
 _BIAS = 127
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 #: Midpoints between neighbouring magnitudes; ties are rounded to the even code.
-_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _SIGN = 8
 
 
@@ -64,8 +64,8 @@ def encode(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exponent = exponent.masked_fill(largest == 0, 0).clamp(-_BIAS, _BIAS)
     scaled = torch.ldexp(values, -exponent[..., None])
     codes = torch.zeros_like(scaled, dtype=torch.uint8)
-    for place, middle in enumerate(_MIDDLES):
-        goes_up = scaled.abs() >= middle if place % 2 else scaled.abs() > middle
+    for place, midpoint in enumerate(_MIDPOINTS):
+        goes_up = scaled.abs() >= midpoint if place % 2 else scaled.abs() > midpoint
         codes += goes_up.to(torch.uint8)
     codes += torch.signbit(scaled).to(torch.uint8) * _SIGN
     pairs = codes.unflatten(-1, (-1, 2))

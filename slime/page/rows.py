@@ -136,9 +136,9 @@ def _as_text(value: Any) -> str:
         and all(isinstance(part, dict) and "type" in part for part in value)
     ):
         return " ".join(str(part.get("text") or f"[{part['type']}]") for part in value)
-    return (
-        "" if value is None else value if isinstance(value, str) else orjson.dumps(value).decode()
-    )
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
 def short_texts(record: dict[str, Any], most: int = 240) -> dict[str, str]:

@@ -443,14 +443,17 @@ class WeightSync(EngineSync):
             logger.warning(
                 "version %d has matrices of zeros alone: %s", version, ", ".join(sent.zeros[:4])
             )
-        amount = sent.amount
-        zeros = tuple(sent.zeros)
-        # tensors in an unknown layout cannot be compared
-        full = verify_all and not self._check.unknown
-        checked = tuple(name for name, fingerprints in sent.fingerprints.items() if fingerprints)
-        how = self._transport.name
         return Receipt(
-            version, amount.num_tensors, amount.nbytes, seconds, how, checked, full, zeros, loaded
+            version=version,
+            num_tensors=sent.amount.num_tensors,
+            nbytes=sent.amount.nbytes,
+            seconds=seconds,
+            transport=self._transport.name,
+            checked=tuple(name for name, digests in sent.fingerprints.items() if digests),
+            # tensors in an unknown layout cannot be compared
+            full=verify_all and not self._check.unknown,
+            zeros=tuple(sent.zeros),
+            loaded=loaded,
         )
 
     def _pause(self, fleet: EngineFleet) -> None:
