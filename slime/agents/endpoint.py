@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-from slime.agents.conversation import Speech
+from slime.agents.conversation import ChatFormat
 from slime.agents.images import AgentImages
 from slime.agents.programs import Finished, run_program
 from slime.agents.server import AgentServer, shared_server
@@ -238,22 +238,22 @@ def agent_endpoint(
         UserError: called outside a rollout, or for a model without chat template.
     """
     state = current_state(args)
-    speech = _speech_of(
+    chat_format = _chat_format_of(
         state.tokenizer, state.args.hf_checkpoint, state.end_tokens, _images_of(state)
     )
     options: dict[str, Any] = {"dropped_reasoning": dropped_reasoning, "max_turns": max_turns}
-    return AgentEndpoint(AgentSession(state, sample, sampling_params, speech, **options))
+    return AgentEndpoint(AgentSession(state, sample, sampling_params, chat_format, **options))
 
 
 @lru_cache(maxsize=4)
-def _speech_of(
+def _chat_format_of(
     tokenizer: Any,
     model: str | None,
     end_tokens: frozenset[int],
     images: AgentImages | None,
-) -> Speech:
+) -> ChatFormat:
     """Read the chat template and the markers of a model, once."""
-    return Speech.of(tokenizer, family_name(model) if model else "", end_tokens, images)
+    return ChatFormat.of(tokenizer, family_name(model) if model else "", end_tokens, images)
 
 
 def _images_of(state: GenerateState) -> AgentImages | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from slime.agents.conversation import Ask, clean, only_functions
+from slime.agents.conversation import AgentRequest, clean, only_functions
 from slime.agents.session import AgentSession
 from slime.agents.turns import Turn
 from slime.engines.chat_answers import event
@@ -29,7 +29,7 @@ from slime.samples.types import SampleStatus
 # -- requests --------------------------------------------------------------------------------------
 
 
-def read(body: dict[str, Any], session: AgentSession) -> Ask:
+def read(body: dict[str, Any], session: AgentSession) -> AgentRequest:
     """Check and read a request body. Anthropic's built-in tools are dropped.
 
     Raises:
@@ -69,7 +69,7 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
             "constrained decoding, which is not done here",
             "tool_choice",
         )
-    return Ask(
+    return AgentRequest(
         messages=clean(found),
         tools=_tools(body) if choice == "auto" else None,
         max_tokens=optional(body, "max_tokens", integer(1), None),

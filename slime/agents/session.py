@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from slime.agents.conversation import Ask, Speech
+from slime.agents.conversation import AgentRequest, ChatFormat
 from slime.agents.images import AgentImages
 from slime.agents.turns import DroppedReasoning, Turn, TurnPosition, TurnTree
 from slime.engines.api import EngineError
@@ -62,7 +62,7 @@ class AgentSession:
         state: GenerateState,
         sample: Sample,
         sampling_params: dict[str, Any],
-        speech: Speech,
+        chat_format: ChatFormat,
         *,
         dropped_reasoning: DroppedReasoning = "branch",
         max_turns: int | None = None,
@@ -70,7 +70,7 @@ class AgentSession:
         self.state = state
         self.sample = sample
         self.params = sampling_params
-        self.tree = TurnTree(speech, dropped_reasoning)
+        self.tree = TurnTree(chat_format, dropped_reasoning)
         self.max_turns = max_turns
         self.failure: EngineError | None = None
         self.was_cut = False
@@ -89,7 +89,7 @@ class AgentSession:
     @property
     def images(self) -> AgentImages | None:
         """Reader of images in messages; None: the model reads only text."""
-        return self.tree.speech.images
+        return self.tree.chat_format.images
 
     def read_messages(
         self, read: Callable[[ImageParts | None], Messages], field: str = "messages"
@@ -98,7 +98,7 @@ class AgentSession:
         `AgentImages.read`."""
         return read(None) if self.images is None else self.images.read(read, field)
 
-    def with_kwargs(self, ask: Ask) -> Ask:
+    def with_kwargs(self, ask: AgentRequest) -> AgentRequest:
         """Add the run's chat-template arguments to a request; the request's own take precedence."""
         if not self._template_kwargs:
             return ask
@@ -106,7 +106,7 @@ class AgentSession:
             ask, template_kwargs={**self._template_kwargs, **ask.template_kwargs}
         )
 
-    async def answer(self, ask: Ask) -> Turn:
+    async def answer(self, ask: AgentRequest) -> Turn:
         """Generate the model's answer to a request.
 
         Raises:
@@ -161,8 +161,10 @@ class AgentSession:
         if self._overflowing is overflowing_before:
             self._overflowing = None
         output = sample.tokens[sample.prompt_length :]
-        opened = self.tree.speech.opens_reasoning(place.prompt)
-        reading = self.tree.speech.read(output, ask, opened=opened, stop=params.get("stop") or ())
+        opened = self.tree.chat_format.opens_reasoning(place.prompt)
+        reading = self.tree.chat_format.read(
+            output, ask, opened=opened, stop=params.get("stop") or ()
+        )
         return self.tree.record(place, ask, sample, reading)
 
     async def _generate(self, sample: Sample, params: dict[str, Any]) -> None:
@@ -175,7 +177,7 @@ class AgentSession:
             self.failure = error
             raise Refusal(str(error), 503, "unavailable") from error
 
-    def _params_for(self, ask: Ask, place: TurnPosition) -> dict[str, Any]:
+    def _params_for(self, ask: AgentRequest, place: TurnPosition) -> dict[str, Any]:
         params = dict(self.params)
         if ask.max_tokens is not None:
             params["max_new_tokens"] = min(params["max_new_tokens"], ask.max_tokens)
