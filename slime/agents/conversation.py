@@ -297,7 +297,7 @@ class ChatFormat:
     # -- tokens to messages ------------------------------------------------------------------------
 
     def opens_reasoning(self, prompt: Sequence[int]) -> bool:
-        """Whether the prompt ends inside reasoning, so that the answer begins with it."""
+        """Tell whether the prompt ends inside reasoning, so that the answer begins with it."""
         if self.reasoning is None:
             return False
         return self.reasoning.opens(

@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
 
 
 def _found(name: str) -> list[FlagSpec]:
-    """The flag of this name, else all flags whose names contain it."""
+    """Return the flag of this name, else all flags whose names contain it."""
     word = name.replace("_", "-")
     exact = spellings().get(word)
     if exact is not None and exact.spec is not None:

@@ -91,7 +91,7 @@ async def _serve(runs: Runs, listener: socket.socket, host: str, token: str | No
 
 
 def address(host: str, port: int, token: str | None) -> str:
-    """The URL to open in a browser.
+    """Return the URL to open in a browser.
 
     Example:
         >>> address("127.0.0.1", 8090, None), address("10.0.0.7", 80, "abc")

@@ -31,7 +31,7 @@ _TAIL = 100
 
 
 def extract_answer(passage: str | None) -> str | None:
-    r"""The content of the last ``\boxed{…}``; None if there is none."""
+    r"""Return the content of the last ``\boxed{…}``; None if there is none."""
     return last_boxed(passage or "")
 
 
@@ -41,14 +41,14 @@ def extract_boxed_answer(solution: str | None) -> str | None:
 
 
 def last_boxed_only_string(string: str | None) -> str | None:
-    r"""The last ``\boxed{…}`` itself; None if there is none."""
+    r"""Return the last ``\boxed{…}`` itself; None if there is none."""
     content = last_boxed(string or "")
     return None if content is None else f"\\boxed{{{content}}}"
 
 
 def remove_boxed(s: str | None) -> str | None:
-    r"""The content of ``\boxed{…}``; None for None, the result of `last_boxed_only_string` without
-    a box."""
+    r"""Return the content of ``\boxed{…}``; None for None, the result of `last_boxed_only_string`
+    without a box."""
     return None if s is None else last_boxed(s)
 
 
@@ -61,14 +61,14 @@ def _graders() -> GradingPool:
 
 
 def _is_right(grader: str, response: str, label: Any) -> bool:
-    """Whether a worker grades a response as correct within `deadlines.POOL_MATH`."""
+    """Tell whether a worker grades a response as correct within `deadlines.POOL_MATH`."""
     return bool(
         shared_loop().run(_graders().grade(grader, response, label, deadlines.POOL_MATH)).score
     )
 
 
 def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
-    r"""Whether the last ``\boxed{…}`` of the solution equals the ground truth."""
+    r"""Tell whether the last ``\boxed{…}`` of the solution equals the ground truth."""
     return (
         bool(ground_truth)
         and last_boxed(solution_str) is not None
@@ -77,7 +77,7 @@ def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
 
 
 def grade_answer_sympy(given_answer: str | None, ground_truth: Any) -> bool:
-    """Whether two answers, given without a box, are equal expressions."""
+    """Tell whether two answers, given without a box, are equal expressions."""
     return given_answer is not None and _is_right(
         "boxed_math", f"\\boxed{{{given_answer}}}", ground_truth
     )

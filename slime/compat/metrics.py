@@ -44,7 +44,7 @@ def log(args: Any, metrics: Mapping[str, Any], step_key: str) -> None:
 
 
 def compute_rollout_step(args: Any, rollout_id: int) -> int:
-    """The step of a rollout's metrics: its id, because all metrics share one axis."""
+    """Return the step of a rollout's metrics: its id, because all metrics share one axis."""
     return rollout_id
 
 

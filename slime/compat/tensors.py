@@ -120,7 +120,7 @@ def _length(tensor: Tensor) -> Tensor:
 
 
 def get_grpo_returns(rewards: Sequence[float] | Tensor, kl: list[Tensor]) -> list[Tensor]:
-    """The reward of each sample, repeated for each of its tokens."""
+    """Return the reward of each sample, repeated for each of its tokens."""
     return estimates.grpo(AdvantageInputs(_numbers(rewards), kl, []))[0]
 
 
@@ -142,7 +142,7 @@ def get_reinforce_plus_plus_returns(
 def get_reinforce_plus_plus_baseline_advantages(
     rewards: Sequence[float] | Tensor, kl: list[Tensor], loss_masks: list[Tensor], kl_coef: float
 ) -> list[Tensor]:
-    """Rewards, already centred by group, minus the KL penalty of each token."""
+    """Return the rewards, already centred by group, minus the KL penalty of each token."""
     return estimates.reinforce_plus_plus_baseline(
         AdvantageInputs(_numbers(rewards), kl, loss_masks, kl_coef)
     )[0]

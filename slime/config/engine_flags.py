@@ -193,7 +193,7 @@ def router_flags() -> dict[str, FlagSpec]:
 def with_prefix(
     prefix: str, arguments: list[ForeignArg], reserved: dict[str, str], origin: str
 ) -> dict[str, FlagSpec]:
-    """The flags for another program's arguments: ``--<prefix>-<name>``, into
+    """Return the flags for another program's arguments: ``--<prefix>-<name>``, into
     ``config.engine.<prefix>``."""
     specs = {}
     needs = requirements(prefix, {arg.name: arg.choices for arg in arguments})

@@ -346,7 +346,7 @@ class FlagSpec:
 
 
 def specs_of(group: str, cls: Any) -> list[FlagSpec]:
-    """The flags that a configuration group declares, without its other fields."""
+    """Return the flags that a configuration group declares, without its other fields."""
     hints = typing.get_type_hints(cls)
     docs = docs_of(cls)
     specs = []
@@ -425,7 +425,7 @@ def _kind_of(annotation: Any) -> tuple[Kind, bool, bool, tuple[Any, ...]]:
 
 @functools.cache
 def docs_of(cls: type) -> dict[str, str]:
-    """The docstring under each field of a module's class, by field name, as one line."""
+    """Return the docstring under each field of a module's class, by field name, as one line."""
     file = inspect.getsourcefile(cls)
     assert file is not None, cls
     return docs_of_class(_classes_of(file)[cls.__name__])

@@ -124,7 +124,7 @@ def judge_args(argv: list[str], entry: str = "train") -> tuple[Config | None, li
 
 
 def options_in(text: str) -> frozenset[str]:
-    """The flags that a message names, as ``--options``; field names count too.
+    """Return the flags that a message names, as ``--options``; field names count too.
 
     Example:
         >>> sorted(options_in("--bf16 and --fp32 exclude each other; micro_batch_size is 3"))

@@ -198,7 +198,8 @@ def _typed(kind: str, value: Any) -> Any:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of JSON with these pairs; a key that comes twice is an error, and not its last."""
+    """Return the object of JSON with these pairs; a key that comes twice is an error, and not its
+    last."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

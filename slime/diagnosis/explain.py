@@ -285,7 +285,7 @@ def _log_findings(
 
 
 def _is_named(remedy: str, own: tuple[str, ...]) -> bool:
-    """Whether one of the error's own fixes names the same flag as ``remedy``."""
+    """Tell whether one of the error's own fixes names the same flag as ``remedy``."""
     flag = re.search(r"--[a-z-]+", remedy)
     return flag is not None and any(flag[0] in way for way in own)
 

@@ -58,7 +58,8 @@ class TextSource:
 
 
 def is_within(path: Path, root: Path) -> bool:
-    """Whether a path is a regular file inside ``root`` and has no link in it below ``root``."""
+    """Tell whether a path is a regular file inside ``root`` and has no link in it below
+    ``root``."""
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             return False

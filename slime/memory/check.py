@@ -283,7 +283,7 @@ def _flag(text: str) -> str:
 
 
 def _total(plan: MemoryPlan, facts: Facts, name: str) -> float:
-    """Bytes of the phase on the device that needs most."""
+    """Return the bytes of the phase on the device that needs most."""
     return max(phase.total for phase in gpu_phases(facts, plan.device.nbytes) if phase.name == name)
 
 

@@ -545,7 +545,7 @@ class KeyHeadRows(ParamMapping):
         return [_joined([next(blocks).flatten(0, 1) for _ in source], 0) for source in widths]
 
     def _widths(self, spec: ModelSizes) -> list[list[int]]:
-        """Rows of a key head in each block of each source."""
+        """Return the rows of a key head in each block of each source."""
         rows = spec.delta_net.of_key_head
         return [[sum(rows[i] for i in block) for block in source] for source in self.sources]
 

@@ -62,7 +62,8 @@ class Kernels:
     score_length: int = 0
 
     def norm(self, width: float, rows: float = 1.0) -> float:
-        """Bytes that norms of ``width`` entries in ``rows`` rows keep besides their input."""
+        """Return the bytes that norms of ``width`` entries in ``rows`` rows keep besides their
+        input."""
         if self.fused:
             return 0.0
         return rows * FLOAT32_BYTES + width * (2 * FLOAT32_BYTES - self.element)

@@ -101,7 +101,7 @@ def _rewards(rows: Rows) -> list[float]:
 
 
 def _has_risen(values: Sequence[float]) -> bool:
-    """Whether the newest window is above the first one by more than noise."""
+    """Tell whether the newest window is above the first one by more than noise."""
     windows = _windows(values)
     return len(windows) > 1 and change(windows, 0, -1) > LIKELY
 
@@ -164,8 +164,8 @@ def _samples(rows: Rows) -> float:
 
 
 def _is_flat(rows: Rows, flags: Flags) -> bool:
-    """Whether chance does not explain the newest groups without contrast. Their expected share is
-    that of earlier steps, or a half without earlier steps."""
+    """Tell whether chance does not explain the newest groups without contrast. Their expected share
+    is that of earlier steps, or a half without earlier steps."""
     newest, earlier = _flat_rows(rows)
     if len(newest) < _FLAT_STEPS:
         return False
@@ -193,7 +193,7 @@ def _constant_reward(rows: Rows) -> float | None:
 
 
 def _is_mastered(rows: Rows, value: float) -> bool:
-    """Whether the run has learnt to get the best reward on every prompt."""
+    """Tell whether the run has learnt to get the best reward on every prompt."""
     _, earlier = _flat_rows(rows)
     best = max((row.get("rollout/reward/max") or 0.0 for row in earlier), default=math.inf)
     return value >= best and _has_risen(_rewards(rows))

@@ -86,7 +86,7 @@ def outlier(value: float, others: Sequence[float]) -> float:
 
 
 def surely_above(values: Sequence[float], threshold: float) -> bool:
-    """Whether the mean of ``values`` is above ``threshold`` by `LIKELY` standard errors."""
+    """Tell whether the mean of ``values`` is above ``threshold`` by `LIKELY` standard errors."""
     if len(values) < 2:
         return False
     error = statistics.stdev(values) / math.sqrt(len(values))

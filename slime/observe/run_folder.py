@@ -234,8 +234,8 @@ class RunFolder:
             )
 
     def _was_never_launched(self) -> bool:
-        """Whether an earlier launch under this name ended before it was up, for example without
-        data, GPUs or a model; a corrected launch then takes its place."""
+        """Tell whether an earlier launch under this name ended before it was up, for example
+        without data, GPUs or a model; a corrected launch then takes its place."""
         entry = self.read_summary()["stages"].get(self.stage or "")
         if entry is None or entry.get("launched") is not None:
             return False
@@ -430,7 +430,7 @@ def _no_plain_files(folder: Path, levels: int = 2) -> Iterator[Path]:
 
 
 def _is_of_a_stage(key: str, value: Any) -> bool:
-    """Whether a value in ``run.json`` has the type that a run writes."""
+    """Tell whether a value in ``run.json`` has the type that a run writes."""
     if key in ("started", "ended", "launched", "pid"):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         return value is None or (is_number and abs(value) < _MOST)
@@ -482,7 +482,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a live process of this host is writing to the folder."""
+    """Tell whether a live process of this host is writing to the folder."""
     lock = path / ".lock"
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

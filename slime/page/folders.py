@@ -75,7 +75,7 @@ class RunWatch:
         self._place = after[0]
 
     def stages(self) -> list[Stage]:
-        """The stages at the last `refresh`, ordered by their start."""
+        """Return the stages at the last `refresh`, ordered by their start."""
         return self._stages
 
     def stage(self, name: str) -> Stage | None:
@@ -127,7 +127,7 @@ class RunWatch:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is a run folder."""
+    """Tell whether a folder is a run folder."""
     return (path / "metrics.jsonl").is_file() or bool(config_files(path))
 
 

@@ -49,7 +49,7 @@ class RowProblem(Exception):
         self.lists = lists
 
     def at(self, where: str) -> UserError:
-        """The error for a single row, when rows are streamed."""
+        """Return the error for a single row, when rows are streamed."""
         return UserError(f"{where}: rows here {self.kind}", why=self.detail, fix=self.fix)
 
 
@@ -63,8 +63,8 @@ _USUAL = {
 
 
 def missing_key(key: str, flag: str, row_keys: Iterable[str]) -> RowProblem:
-    """A row without the column that ``flag`` names. Lists its keys, and suggests one with a similar
-    or usual name."""
+    """Make the problem of a row without the column that ``flag`` names. List the row's keys, and
+    suggest one with a similar or usual name."""
     keys = [str(k) for k in row_keys]
     usual = next((names for end, names in _USUAL.items() if flag.endswith(end)), ())
     there = [name for name in usual if name in keys]
@@ -109,13 +109,13 @@ class Problems:
             self.listed.setdefault(kind, []).extend(places)
 
     def refused(self, num_rows: int) -> Problems:
-        """The kinds that refuse the launch, if ``num_rows`` rows were checked."""
+        """Return the kinds that refuse the launch, if ``num_rows`` rows were checked."""
         found = self.found.items()
         refused = {kind: one for kind, one in found if one[0] >= one[2].refuse_at * num_rows}
         return Problems(refused, self.listed)
 
     def tolerated(self, num_rows: int) -> Problems:
-        """The other kinds, which only give a warning."""
+        """Return the other kinds, which only give a warning."""
         refused = self.refused(num_rows).found
         found = self.found.items()
         return Problems(
@@ -123,7 +123,7 @@ class Problems:
         )
 
     def told(self, num_rows: int, *, has_more: bool = False) -> str:
-        """All kinds with count and first place, the most frequent first.
+        """Return all kinds with count and first place, the most frequent first.
 
         Args:
             num_rows: how many rows were checked.
@@ -135,7 +135,7 @@ class Problems:
         )
 
     def error(self, path: str, num_rows: int, *, has_more: bool = False) -> UserError:
-        """One error for all kinds; see `told`."""
+        """Return one error for all kinds; see `told`."""
         ranked = self._ranked()
         details = []
         for _, where, p in ranked:
@@ -151,7 +151,7 @@ class Problems:
         )
 
     def warnings(self, path: str, num_rows: int, *, has_more: bool = False) -> list[str]:
-        """One line per kind; see `told`."""
+        """Return one line per kind; see `told`."""
         said = []
         for entry in self._ranked():
             problem = entry[2]

@@ -53,7 +53,7 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, position: int) -> Row: ...
     def where(self, position: int) -> str:
-        """The place of the row, for messages: "train.jsonl:17"."""
+        """Return the place of the row, for messages: "train.jsonl:17"."""
         ...
 
 
@@ -105,7 +105,7 @@ def iter_rows(
 
 
 def _stream_of(file: str) -> Callable[[str], Iterator[tuple[str, Row]]] | None:
-    """The function that streams a file without an index; None for files that are read as a
+    """Return the function that streams a file without an index; None for files that are read as a
     whole."""
     suffix = row_suffix(file)
     if suffix in CSV_DELIMITERS:
@@ -135,7 +135,7 @@ def _open_file(file: str, part: slice = slice(None)) -> Rows:
 
 
 def _open_dataset(path: str, split: str | None, splits: Sequence[str]) -> Rows:
-    """All rows of a split of a data set folder."""
+    """Return all rows of a split of a data set folder."""
     found = dataset_folders.find(path, split, splits)
     if found is None:
         raise _missing(f"{path}:{split}" if split else path)
@@ -259,7 +259,8 @@ def _decompressing(file: str) -> Iterator[None]:
 
 
 def _mapped(file: str) -> np.ndarray:
-    """The content of a file, decompressed and mapped into memory; uint8 [number of bytes]."""
+    """Return the content of a file, decompressed and mapped into memory; uint8 [number of
+    bytes]."""
     with _open_bytes(file, mapped=True) as stream:
         if not stream.peek(1):
             return np.zeros(0, dtype=np.uint8)  # an empty file cannot be mapped
@@ -267,7 +268,7 @@ def _mapped(file: str) -> np.ndarray:
 
 
 def _positions(content: np.ndarray, byte: bytes) -> np.ndarray:
-    """Positions of a byte, in order; int64."""
+    """Return the positions of a byte, in order; int64."""
     block = 1 << 24
     found: list[np.ndarray] = [
         np.flatnonzero(content[at : at + block] == byte[0]) + at
@@ -384,7 +385,7 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 
 
 def _array_items(text: str) -> list[tuple[int, int]]:
-    """The range of each item of a JSON array.
+    """Return the range of each item of a JSON array.
 
     Raises:
         ValueError: the text is not a JSON array.
@@ -546,7 +547,7 @@ def _csv_offsets(file: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _is_regular(
     content: np.ndarray, quotes: np.ndarray, returns: np.ndarray, delimiter: bytes
 ) -> bool:
-    """Whether exactly the line breaks with an even number of quotes before them end a record.
+    """Tell whether exactly the line breaks with an even number of quotes before them end a record.
 
     This holds if quotes occur only around fields and doubled within them; ``csv`` accepts other
     quotes too.

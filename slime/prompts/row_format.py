@@ -106,7 +106,7 @@ class RowFormat:
 
     @staticmethod
     def of(config: Config, path: str | None = None) -> RowFormat:
-        """The format of the training prompts of ``config``.
+        """Return the format of the training prompts of ``config``.
 
         Args:
             path: the data set, to which paths of images are relative; default: --prompt-data.
@@ -148,7 +148,8 @@ class RowFormat:
 
 
 def rewards_may_be_missing(config: Config) -> bool:
-    """Whether a run learns even if every reward is 0: from a teacher, with no filter of rewards."""
+    """Tell whether a run learns even if every reward is 0: from a teacher, with no filter of
+    rewards."""
     return config.distillation.use_opd and config.rollout.dynamic_sampling_filter_path is None
 
 
@@ -166,7 +167,7 @@ def _preference_columns(config: Config) -> PreferenceColumns | None:
 
 
 def keeps_raw_labels(config: Config) -> bool:
-    """Whether labels that are numbers stay numbers."""
+    """Tell whether labels that are numbers stay numbers."""
     return config.data.label_type == "raw" or follows_old_plugin(config, "label_type")
 
 
@@ -311,7 +312,7 @@ def _remarks_on_words(
 
 
 def left_out(roles: list[str], tools: list[str]) -> list[RowProblem]:
-    """Warnings about messages and tools that the chat template leaves out.
+    """Return the warnings about messages and tools that the chat template leaves out.
 
     Args:
         roles: those of the messages.
@@ -603,7 +604,8 @@ def _missing_placeholders(written: list[int], prompt: Prompt, prompts: ImageProm
 def _read_preference(
     row: dict[str, Any], form: RowFormat, columns: PreferenceColumns, tokenizer: Any
 ) -> Prompt:
-    """A row of preferences; ``label`` of the prompt is a dict of the answers and their label."""
+    """Read a row of preferences; ``label`` of the prompt is a dict of the answers and their
+    label."""
     given = dict(columns.values(row))
     column = columns.prompt_column(row, form.input_key)
     label: dict[str, Any] = {} if columns.label is None else {"label": columns.read_label(row)}

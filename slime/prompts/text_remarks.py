@@ -119,14 +119,15 @@ def remarks_on_answers(prompt: str | Messages, answers: Sequence[Any]) -> Iterat
 
 
 def is_untemplated(prompt: str | Messages, tokenizer: Any) -> bool:
-    """Whether a prompt is text without any special token, although there is a chat template."""
+    """Tell whether a prompt is text without any special token, although there is a chat
+    template."""
     if not isinstance(prompt, str) or not getattr(tokenizer, "chat_template", None):
         return False
     return not any(token and token in prompt for token in _special_texts(tokenizer))
 
 
 def repeated_message(messages: Messages) -> str:
-    """The beginning of the first message that repeats the one before it; "" without one."""
+    """Return the beginning of the first message that repeats the one before it; "" without one."""
     for one, other in itertools.pairwise(messages):
         is_same = one["role"] == other["role"] and one["content"] == other["content"]
         is_call = one["role"] == "tool" or one.get("tool_calls") or other.get("tool_calls")

@@ -265,7 +265,7 @@ class DynamicSampler:
         return True
 
     def _rejects_stale(self, run: GroupRun) -> bool:
-        """Whether a generated group is rejected because its tokens are too old. Only a user's
+        """Tell whether a generated group is rejected because its tokens are too old. Only a user's
         generate function can return such tokens. Another group is drawn instead."""
         if not self._is_stale(run):
             return False
@@ -467,7 +467,7 @@ def _sample_index(run: GroupRun) -> int:
 def _group_problem(
     samples: Any, group_size: int, taken: Collection[tuple[str, int | None]], source: str
 ) -> FunctionFailed | None:
-    """The error for an invalid group from a data source; None if the group is valid.
+    """Return the error for an invalid group from a data source; None if the group is valid.
 
     Args:
         group_size: trajectories that the group must have.
@@ -504,8 +504,8 @@ def _group_problem(
 
 
 def _half_made(sample: Sample) -> str:
-    """What is wrong with a new sample that has no response, and fields of one that has; "" if
-    nothing is."""
+    """Return what is wrong with a new sample that has no response, and fields of one that has; ""
+    if nothing is."""
     if sample.response_length or sample.session_id:  # with a session it was put back
         return ""
     if sample.reward is not None:

@@ -94,7 +94,7 @@ def reward_parts(samples: Iterable[Sample], prefix: str, args: Any) -> dict[str,
 
 
 def _compares_samples(args: Any) -> bool:
-    """Whether a group with equal rewards has no training signal."""
+    """Tell whether a group with equal rewards has no training signal."""
     own = ("custom_reward_post_process_path", "custom_advantage_function_path")
     return (
         getattr(args, "advantage_estimator", "grpo") in estimators_where("group_relative")
@@ -145,7 +145,7 @@ def unsampled_trained_ratio(samples: Iterable[Sample]) -> float:
 def _optional_metrics(
     groups: Sequence[Group], samples: Sequence[Sample], args: Any
 ) -> dict[str, float]:
-    """Metrics of --log-multi-turn, --log-passrate, --log-reward-category and
+    """Return the metrics of --log-multi-turn, --log-passrate, --log-reward-category and
     --log-correct-samples."""
     metrics: dict[str, float] = {}
     if args.log_multi_turn:
@@ -219,8 +219,8 @@ def throughput_metrics(
 
 
 def load_metrics(loads: Sequence[dict[str, int]]) -> dict[str, float]:
-    """How evenly the router spread requests, and how often an engine had none, from snapshots of
-    each engine's requests in flight.
+    """Return how evenly the router spread requests, and how often an engine had none, from
+    snapshots of each engine's requests in flight.
 
     Example:
         >>> loads = load_metrics([{"http://a": 6, "http://b": 2}, {"http://a": 6, "http://b": 0}])
@@ -244,7 +244,8 @@ def load_metrics(loads: Sequence[dict[str, int]]) -> dict[str, float]:
 
 
 def is_repetitive(text: str) -> bool:
-    """Whether the end of a response repeats itself so much that it compresses more than tenfold.
+    """Tell whether the end of a response repeats itself so much that it compresses more than
+    tenfold.
 
     Example:
         >>> is_repetitive("no no no " * 500), is_repetitive("It is 4, because 2 + 2 = 4.")
@@ -275,8 +276,8 @@ def powers_of_two(largest: int) -> list[int]:
 
 
 def trajectory_scores(trajectories: Iterable[Sequence[Sample]], args: Any) -> list[float]:
-    """One reward per trajectory: the best of the samples that it fanned out into, which are not
-    separate attempts.
+    """Return one reward per trajectory: the best of the samples that it fanned out into, which are
+    not separate attempts.
 
     Example:
         >>> trajectory_scores([[Sample(reward=0), Sample(reward=1)], [Sample(reward=0)]], args=None)

@@ -84,7 +84,7 @@ class DataInput(NamedTuple):
 
 
 def data_inputs(config: Config) -> Iterator[DataInput]:
-    """The data sets whose rows this run reads itself."""
+    """Yield the data sets whose rows this run reads itself."""
     data = config.data
     checker = functools.partial(prompt_checker, config)
     if data.rollout_global_dataset and data.prompt_data and not data.data_source_path:
@@ -271,7 +271,7 @@ class _FirstRows:
 
 
 def data_judge(config: Config, tokenizer: Any) -> RowJudge | None:
-    """The check of rows whose answers are trained on; None if no answers are."""
+    """Return the check of rows whose answers are trained on; None if no answers are."""
     if config.algorithm.preference is not None:
         return PreferenceJudge(config, tokenizer)
     return SftJudge(config, tokenizer) if config.algorithm.trains_on_data else None
@@ -451,7 +451,7 @@ class _LengthCheck:
 
 
 def _remarks(encoded: Encoded) -> Iterator[RowProblem]:
-    """Ways in which training on a row may differ from what the user expects."""
+    """Yield the ways in which training on a row may differ from what the user expects."""
     if len(encoded.sequences) > 1:
         kind = (
             "hold conversations whose earlier turns the chat template rewrites, and become "

@@ -151,7 +151,7 @@ class Columns:
 
 
 def columns_from_samples(trainable: Trainable, config: Config, args: Any) -> Columns:
-    """The default conversion."""
+    """Convert samples to columns, as without a converter of the user."""
     samples = trainable.samples
     raw_rewards, rewards = _rewards(trainable, config, args)
     described = described_columns(trainable)
@@ -173,7 +173,7 @@ def columns_from_samples(trainable: Trainable, config: Config, args: Any) -> Col
 
 
 def _media(samples: list[Sample]) -> list[list[Media]]:
-    """The images of each sample; [] if none has any.
+    """Return the images of each sample; [] if none has any.
 
     Raises:
         UserError: a sample has images without spans for all of them.
@@ -214,8 +214,8 @@ def _mask(sample: Sample) -> list[int]:
 
 
 def _optional(samples: list[Sample], masks: list[list[int]], name: str) -> list[Any] | None:
-    """The field of every sample if any has it. A sample that trains no token may lack it: its
-    per-token numbers become zeros, its payload is empty.
+    """Return the field of every sample if any has it. A sample that trains no token may lack it:
+    its per-token numbers become zeros, its payload is empty.
 
     Raises:
         UserError: some samples that are trained on have the field and some do not.
@@ -275,7 +275,7 @@ def _rewards(trainable: Trainable, config: Config, args: Any) -> tuple[list[floa
 
 
 def _raw_reward(sample: Sample, reward: float) -> float:
-    """The raw reward to log: ``metadata["raw_reward"]`` if user code has set it."""
+    """Return the raw reward to log: ``metadata["raw_reward"]`` if user code has set it."""
     raw = sample.metadata.get("raw_reward")
     role = f'metadata["raw_reward"] of sample {sample.index}'
     return reward if raw is None else reward_number(raw, "a function of yours", role)

@@ -105,7 +105,7 @@ def _check_padding(columns: Columns, trainable: Trainable, origin: str) -> None:
 
 
 def _columns(result: Any, origin: str) -> dict[str, list[Any]]:
-    """The returned dict under our names, without columns that are None."""
+    """Return the returned dict under our names, without columns that are None."""
     names = f"the names are those of slime.user_code.hooks.ConvertSamples: {doc_url('hooks.md')}"
     if not isinstance(result, dict):
         fix = f"return a dict of lists, one entry per sample in each; {names}"

@@ -241,7 +241,7 @@ async def run_in_thread(
 
 
 def hung_threads() -> int:
-    """The number of threads whose calls could not be ended."""
+    """Return the number of threads whose calls could not be ended."""
     return sum(call.is_named for call in _overseer.calls)
 
 

@@ -119,7 +119,7 @@ def _doubt_words(rm_type: str, answer: str) -> tuple[str, str] | None:
 
 
 def _braces(answer: str) -> int:
-    """How many braces are opened and not closed; negative where more are closed."""
+    """Return how many braces are opened and not closed; negative where more are closed."""
     plain = answer.replace(r"\{", "").replace(r"\}", "")
     return plain.count("{") - plain.count("}")
 

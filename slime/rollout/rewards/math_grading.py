@@ -95,7 +95,7 @@ _REASON = re.compile(r"(?i)\s*(?:,|;|\bbecause\b|\bsince\b|\bas\b|\bnot\b|\()")
 
 
 def _stated(text: str, label: str) -> Iterator[str]:
-    """The answer of a text without a box, in one or two spellings."""
+    """Yield the answer of a text without a box, in one or two spellings."""
     tail = text[-_TAIL:]
     anchors = list(_ANCHOR.finditer(tail))
     is_words = isinstance(read_answer(label), Words)
@@ -131,7 +131,8 @@ def _answers_in(statement: str, is_words: bool) -> Iterator[str]:
 
 
 def _joined(text: str, formulas: list[re.Match[str]], from_end: bool = False) -> str:
-    """The first (or last) formula, with its neighbours that only "and" or a comma separates."""
+    """Return the first (or last) formula, with its neighbours that only "and" or a comma
+    separates."""
     run = [formulas[-1 if from_end else 0]]
     for formula in formulas[-2::-1] if from_end else formulas[1:]:
         left, right = (formula, run[0]) if from_end else (run[-1], formula)
@@ -171,7 +172,7 @@ def _last_in(tail: str) -> Iterator[str]:
 
 
 def _is_whole(statement: str) -> bool:
-    """Whether all of a statement is one mathematical answer, without prose around it."""
+    """Tell whether all of a statement is one mathematical answer, without prose around it."""
     answer = read_answer(statement)
     return answer is not None and not _has_words(answer)
 
@@ -214,7 +215,7 @@ def _math_verify(label: str, answer: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _parse(label: str) -> tuple[Any, ...]:
-    """The label's expression; the samples of a group share it."""
+    """Return the label's expression; the samples of a group share it."""
     from math_verify import parse
 
     return tuple(parse(f"\\boxed{{{label}}}", parsing_timeout=None))

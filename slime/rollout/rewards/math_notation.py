@@ -91,7 +91,7 @@ _ONLY_LETTERS = re.compile(r"[A-Za-z]+")
 
 
 def plain_latex(text: str) -> str:
-    r"""The formula in the common notation.
+    r"""Return the formula in the common notation.
 
     Example:
         >>> plain_latex(r"$\dfrac{1}{2}\,\text{cm}^{3}$.")

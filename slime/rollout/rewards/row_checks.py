@@ -51,7 +51,7 @@ class RewardJudge:
 
     @staticmethod
     def of_training(config: Config) -> RewardJudge | None:
-        """The check of --prompt-data; None if user functions, or nothing, judge its rows."""
+        """Return the check of --prompt-data; None if user functions, or nothing, judge its rows."""
         rollout = config.rollout
         data = config.data
         own = (
@@ -67,7 +67,7 @@ class RewardJudge:
 
     @staticmethod
     def of_evaluation(dataset: EvalDataset, config: Config) -> RewardJudge | None:
-        """The check of an evaluation set; None as in `of_training`."""
+        """Return the check of an evaluation set; None as in `of_training`."""
         own = dataset.custom_rm_path or dataset.custom_generate_function_path
         if own or _makes_samples(config):
             return None
@@ -118,7 +118,7 @@ class RewardJudge:
         )
 
     def _told_in(self, rm_type: str, prompt: Prompt) -> RowProblem | None:
-        """The problem of a prompt that has its own label as text, or ends with it."""
+        """Return the problem of a prompt that has its own label as text, or ends with it."""
         last = prompt.bare[-1] if isinstance(prompt.bare, list) else {"content": prompt.bare}
         asked = "" if last.get("role") == "assistant" else str(last["content"]).strip()
         label = str(prompt.label).strip()
@@ -163,7 +163,7 @@ class RewardJudge:
 
 
 def _makes_samples(config: Config) -> bool:
-    """Whether user functions turn rows into samples or judge them, so rows cannot be checked
+    """Tell whether user functions turn rows into samples or judge them, so rows cannot be checked
     alone."""
     rollout = config.rollout
     own = (

@@ -27,7 +27,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def unboxed(text: str) -> str:
-    r"""The content of the last ``\boxed{…}``; the whole text without one."""
+    r"""Return the content of the last ``\boxed{…}``; the whole text without one."""
     boxed = last_boxed(text)
     return text if boxed is None else boxed
 
@@ -59,7 +59,8 @@ _JOINED = re.compile(
 
 
 def joined_boxes(text: str) -> str | None:
-    r"""The last ``\boxed{…}``, with those before it that only a comma, "and" or "or" separates."""
+    r"""Return the last ``\boxed{…}``, with those before it that only a comma, "and" or "or"
+    separates."""
     spans = boxed_spans(text)
     if not spans:
         return None
@@ -75,7 +76,7 @@ def joined_boxes(text: str) -> str | None:
 
 
 def answer_in_label(label: str) -> tuple[str, bool]:
-    r"""The answer in a label for mathematics, and whether it stands in a ``\boxed{…}``.
+    r"""Return the answer in a label for mathematics, and whether it stands in a ``\boxed{…}``.
 
     As in a response, boxes that a comma, "and" or "or" joins are a list, and reasoning does not
     count. Labels of GSM8K begin after "####".
@@ -90,7 +91,7 @@ def answer_in_label(label: str) -> tuple[str, bool]:
 
 
 def after_thinking(text: str) -> str | None:
-    """The text after the reasoning (``</think>`` or ``###Response``); None if it was never
+    """Return the text after the reasoning (``</think>`` or ``###Response``); None if it was never
     closed."""
     for marker in ("</think>", "###Response"):
         if marker in text:
@@ -99,7 +100,7 @@ def after_thinking(text: str) -> str | None:
 
 
 def final_text(text: str) -> str | None:
-    """The text of a response after its reasoning; None if it never stops thinking.
+    """Return the text of a response after its reasoning; None if it never stops thinking.
 
     Without ``<think>`` and ``</think>`` the whole response counts.
     """
@@ -228,7 +229,7 @@ _END_MARKS = re.compile(r"<\|[^|>]*\|>|</?s>|<eos>|\\blacksquare|\\square|\\qed"
 
 
 def _without_units(found: re.Match[str]) -> str:
-    """The content of ``\\text{…}`` with its power; "" if it is a unit: \\text{ cm}^3."""
+    """Return the content of ``\\text{…}`` with its power; "" if it is a unit: \\text{ cm}^3."""
     left = _DAPO_UNITS.sub("", found[1])
     return (left + (found[2] or "")) if left.strip() or not found[1].strip() else left
 
@@ -254,7 +255,7 @@ def grade_dapo(response: str, label: Any) -> dict[str, Any]:
 
 
 def final_answer(response: str, label: Any, pattern: str = ANSWER_LINE) -> tuple[bool, str]:
-    """Whether the last match of ``pattern`` is the label, and the match in Minerva's form."""
+    """Tell whether the last match of ``pattern`` is the label, and the match in Minerva's form."""
     found = re.findall(pattern, response)
     if not found or label is None:
         return False, "[INVALID]"
@@ -409,8 +410,8 @@ def _no_choices(why: str) -> UserError:
 
 
 def label_letter(label: Any, letters: list[str], texts: dict[str, Any]) -> str | None:
-    """The letter that a label means: itself, a position in ``letters``, or the choice with this
-    text."""
+    """Return the letter that a label means: itself, a position in ``letters``, or the choice with
+    this text."""
     if isinstance(label, int) and not isinstance(label, bool):
         return letters[label] if 0 <= label < len(letters) else None
     return _letter_of(unboxed(str(label).strip()), letters, texts)
@@ -422,7 +423,8 @@ def _unfonted(text: str) -> str:
 
 
 def _letter_of(text: str, letters: list[str], texts: dict[str, Any]) -> str | None:
-    """The choice that ``text`` as a whole names: by letter, by letter and text, or by text."""
+    """Return the choice that ``text`` as a whole names: by letter, by letter and text, or by
+    text."""
     own = _choice_with_text(text, texts)
     if own is not None and len(text.strip()) > 1:
         return own
@@ -458,7 +460,7 @@ def _choice_with_text(text: str, texts: dict[str, Any]) -> str | None:
 
 
 def _unlettered(choice: str, letter: str) -> str:
-    """A choice without its own letter before it: "(A) red", "A. red"."""
+    """Return a choice without its own letter before it: "(A) red", "A. red"."""
     return re.sub(rf"^\s*(?:\({letter}\)|{letter}\s*[).:])\s*(?=\S)", "", choice)
 
 
@@ -470,7 +472,7 @@ def _plain_choice(text: str) -> str:
 
 
 def chosen_letter(text: str, letters: list[str], texts: dict[str, Any]) -> str | None:
-    """The letter that a response chooses; None if it chooses none, or several."""
+    """Return the letter that a response chooses; None if it chooses none, or several."""
     stated = [found for found in _stated_letters(text, letters, texts) if found]
     if stated:
         return max(stated, key=lambda found: found[0])[1]
@@ -575,7 +577,7 @@ def _text_after(text: str, start: int, texts: dict[str, Any]) -> str | None:
 
 
 def _only_letter(text: str, letters: list[str], texts: dict[str, Any]) -> str | None:
-    """The letter of a response without a statement: a single one, or the last in brackets or
+    """Return the letter of a response without a statement: a single one, or the last in brackets or
     bold."""
     whole = _letter_of(text, letters, texts)
     if whole is not None:

@@ -324,7 +324,8 @@ class MegatronBackend(TrainerProcess):
             self.critic.set_run_length(num_rollout)
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
-        """All optimizer steps of one rollout; see `slime.trainer.update.update`. Collective."""
+        """Take all optimizer steps of one rollout; see `slime.trainer.update.update`.
+        Collective."""
         self._begin_rollout()
         return self._end_rollout(batch, *update(self, batch))
 
