@@ -50,6 +50,16 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def host_in_url(host: str) -> str:
+    """Return a host as a URL has it: an IPv6 address in brackets.
+
+    Example:
+        >>> host_in_url("10.0.0.7"), host_in_url("::1")
+        ('10.0.0.7', '[::1]')
+    """
+    return f"[{host}]" if ":" in host else host
+
+
 def host_of(header: str) -> str:
     """The name in a Host header, without port and brackets.
 

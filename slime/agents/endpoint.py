@@ -24,6 +24,7 @@ from slime.agents.programs import Finished, run_program
 from slime.agents.server import AgentServer, shared_server
 from slime.agents.session import AgentSession
 from slime.agents.turns import DroppedReasoning, Turn, samples_of
+from slime.http_access import host_in_url
 from slime.models import family_name
 from slime.processes.host import own_addresses, past_proxies
 from slime.rollout.generate import GenerateState, current_state
@@ -77,7 +78,7 @@ class AgentEndpoint:
         return self._url(self._host)
 
     def _url(self, host: str) -> str:
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        return f"http://{host_in_url(host)}:{self.port}"
 
     @property
     def base_url(self) -> str:

@@ -73,11 +73,9 @@ class LoadReport:
         amount = f"{self.num_loaded} parameters ({self.num_elements / 1e6:,.1f} M numbers)"
         text = ", ".join((f"loaded {amount}", *self.parts))
         text += f" from {self.files} file(s) of {self.directory} in {self.seconds:.1f} s"
-        return text + (
-            f"; {self.num_ignored} entries of Transformer Engine are not used"
-            if self.num_ignored
-            else ""
-        )
+        if self.num_ignored:
+            text += f"; {self.num_ignored} entries of Transformer Engine are not used"
+        return text
 
 
 @dataclass(frozen=True)

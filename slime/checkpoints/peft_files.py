@@ -895,15 +895,13 @@ def _stacked_config(
         "target_modules": sorted(others - set(_MLP_LEAVES)),
         "target_parameters": [f"experts.{leaf}" for leaf in ranks] + _dense_beside_experts(modules),
         "rank_pattern": {patterns[leaf]: one for leaf, one in ranks.items() if one != rank},
+        # whole numbers as int
         "alpha_pattern": {
-            patterns[leaf]: _number(one) for leaf, one in alphas.items() if one != alpha
+            patterns[leaf]: int(one) if float(one).is_integer() else one
+            for leaf, one in alphas.items()
+            if one != alpha
         },
     }
-
-
-def _number(value: float) -> float:
-    """Return a whole number as int."""
-    return int(value) if float(value).is_integer() else value
 
 
 def _stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Output]:

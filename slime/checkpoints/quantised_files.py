@@ -110,8 +110,9 @@ def quantise_directory(
             would be quantised, ``target`` holds something else, or a weight is not finite.
     """
     tables, weights = plain_weights(source, model_name)
-    refuse_stacks(family_of(source, model_name), quantisation.method)
-    refuse_untried(family_of(source, model_name), quantisation.method)
+    family = family_of(source, model_name)
+    refuse_stacks(family, quantisation.method)
+    refuse_untried(family, quantisation.method)
     found = examine(weights, quantisation)
     problems = found.problems()
     if problems:

@@ -18,7 +18,7 @@ from slime.models.flops import SequenceCost
 #: Constant seconds of a push, bytes/s of its transfer between GPUs of one host, and seconds of the
 #: wait for interrupted responses in flight. From docs/performance.md: 8 GB in 0.11 to 0.15 s, 61 GB
 #: in 1.0 s; 1.0 s in flight.
-_PUSH_SECONDS = 0.03
+_PUSH = 0.03
 _PUSH_RATE = 65e9
 _INTERRUPTION = 1.0
 #: Time of a trainer's sleep relative to its wake, and seconds for the engines' memory.
@@ -328,7 +328,7 @@ def _push_seconds(facts: Facts, rates: Rates, in_flight: bool) -> float:
     nbytes = sum(pushed) * facts.trainer.element
     within = facts.placement.total <= rates.gpus_per_host
     speed = _PUSH_RATE if facts.colocate or within else rates.network
-    return _PUSH_SECONDS + nbytes / speed + _INTERRUPTION * in_flight
+    return _PUSH + nbytes / speed + _INTERRUPTION * in_flight
 
 
 def _memory_seconds(facts: Facts, rates: Rates) -> float:

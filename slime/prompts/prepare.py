@@ -120,21 +120,15 @@ class Scan:
         first_label, first = self.seen.setdefault(prompt, (label, where))
         if first_label == label:
             return
+        kind = "have the prompt of an earlier row and another label"
+        detail = f"the first has the prompt of {first}"
+        harm = "the same answer is rewarded in one row and not in the other"
         if self.are_pairs:
-            problem = RowProblem(
-                "contradict an earlier row with the same prompt and answers",
-                f"the first contradicts {first}",
-                "keep the right one: what one row prefers, the other rejects",
-                refuse_at=NEVER,
-            )
-        else:
-            problem = RowProblem(
-                "have the prompt of an earlier row and another label",
-                f"the first has the prompt of {first}",
-                "keep the right one: the same answer is rewarded in one row and not in the other",
-                refuse_at=NEVER,
-            )
-        self.problems.add(where, problem)
+            kind = "contradict an earlier row with the same prompt and answers"
+            detail = f"the first contradicts {first}"
+            harm = "what one row prefers, the other rejects"
+        fix = f"keep the right one: {harm}"
+        self.problems.add(where, RowProblem(kind, detail, fix, refuse_at=NEVER))
 
     def note_label(self, label: Any, count: int = 1) -> None:
         """Count rows with a label, or with several if it is None."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from slime.errors import UserError
+from slime.prompts.conversation import ConversationError
 
 #: `RowProblem.refuse_at` of a remark, which never stops a launch.
 NEVER = 2.0
@@ -47,6 +48,12 @@ class RowProblem(Exception):
         self.refuse_at = refuse_at
         self.is_told = is_told
         self.lists = lists
+
+    @staticmethod
+    def of(error: ConversationError) -> RowProblem:
+        """Return the problem of a row whose conversation cannot be understood."""
+        detail = f"{error.where}: {error.detail}" if error.detail else error.where
+        return RowProblem(f"have {error.kind}", detail, error.fix)
 
     def at(self, where: str) -> UserError:
         """Return the error for a single row, when rows are streamed."""

@@ -223,9 +223,7 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
         parts = _image_parts(form, tokenizer)
         messages = _messages(conversation[0], tools, form, parts=parts) if conversation else None
     except ConversationError as error:
-        raise RowProblem(
-            f"have {error.kind}", f"{error.where}: {error.detail}".rstrip(": "), error.fix
-        ) from error
+        raise RowProblem.of(error) from error
     label = None
     if form.label_key is not None:
         rm_type = form.rm_type_of_all or metadata.get("rm_type") or form.rm_type
@@ -525,7 +523,7 @@ def _read_teacher_prompt(metadata: dict[str, Any], form: RowFormat) -> list[RowP
     try:
         talk = conversation_in(given, key)
     except ConversationError as error:
-        raise RowProblem(f"have {error.kind}", f"{error.where}: {error.detail}") from error
+        raise RowProblem.of(error) from error
     if talk is not None:
         metadata[key] = talk[0]
     elif not isinstance(given, str) or not given.strip():
@@ -631,9 +629,7 @@ def _read_preference(
             if own_parts is not None:
                 _check_places(read[name], own_parts.placeholder, len(own_parts.sources))
     except ConversationError as error:
-        raise RowProblem(
-            f"have {error.kind}", f"{error.where}: {error.detail}".rstrip(": "), error.fix
-        ) from error
+        raise RowProblem.of(error) from error
     asked = read.pop("prompt", None)
     prompt, answers = with_prompt(asked, read)
     if tools:
