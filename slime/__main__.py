@@ -238,7 +238,7 @@ def _not_installed(error: ModuleNotFoundError) -> UserError | None:
 
 
 def _notes(error: BaseException) -> list[str]:
-    """What `add_note` added, e.g. where the crash folder is."""
+    """Return what `add_note` added, e.g. where the crash folder is."""
     return [f"  {note}" for note in getattr(error, "__notes__", ())]
 
 

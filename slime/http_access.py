@@ -38,7 +38,7 @@ HEADERS = {
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to listen on can be reached only from this host.
+    """Tell whether an address to listen on can be reached only from this host.
 
     Example:
         >>> tuple(map(is_loopback, ("127.0.0.1", "::1", "localhost", "0.0.0.0")))
@@ -61,7 +61,7 @@ def host_in_url(host: str) -> str:
 
 
 def host_of(header: str) -> str:
-    """The name in a Host header, without port and brackets.
+    """Return the name in a Host header, without port and brackets.
 
     Example:
         >>> host_of("localhost:8265"), host_of("[::1]:8265"), host_of("evil.example")
@@ -143,7 +143,7 @@ _INFERENCE = (
 
 
 def is_inference(path: str) -> bool:
-    """Whether a route only generates or reports; any other route may change the server or its
+    """Tell whether a route only generates or reports; any other route may change the server or its
     weights.
 
     Example:
@@ -208,7 +208,7 @@ class AsgiGuard:
 
 
 def guard(token: str | None, cookie: str) -> Middleware:
-    """The access middleware of `slime watch`.
+    """Return the access middleware of `slime watch`.
 
     Args:
         token: that requests need; None on loopback.

@@ -59,7 +59,7 @@ class _CurrentStderrHandler(logging.StreamHandler[TextIO]):
 
 
 def get_logger(name: str) -> logging.Logger:
-    """A standard logger below ``slime``: pass ``__name__``, or a topic ("rewards" becomes
+    """Return a standard logger below ``slime``: pass ``__name__``, or a topic ("rewards" becomes
     "slime.rewards")."""
     return logging.getLogger(
         name if name == _ROOT or name.startswith(_ROOT + ".") else f"{_ROOT}.{name}"
@@ -91,7 +91,7 @@ def untold() -> list[str]:
 
 
 def log_level(level: str | None = None) -> int:
-    """The numeric level: DEBUG if `is_debugging`, else ``level``, else INFO.
+    """Return the numeric level: DEBUG if `is_debugging`, else ``level``, else INFO.
 
     Raises:
         UserError: there is no such level.

@@ -120,7 +120,10 @@ class AgentServer:
         session = self._session_of(given or (token.strip() if scheme.lower() == "bearer" else ""))
         if session is None:
             raise Refusal(
-                "no such key, or its sample is done", 401, "authentication_error", "invalid_api_key"
+                "no such key, or its sample is done",
+                "invalid_api_key",
+                status=401,
+                kind="authentication_error",
             )
         request[_SESSION] = session
         return await handler(request)
@@ -133,12 +136,12 @@ class AgentServer:
             return await handler(request)
         except BadRequest as error:
             self._tell(request, str(error))
-            return _refused(request, str(error), 400, "invalid_request_error", None, error.field)
+            return _refused(request, str(error), param=error.field)
         except web.RequestPayloadError as error:  # the body is not encoded as its header says
-            return _refused(request, str(error), 400, "invalid_request_error")
+            return _refused(request, str(error))
         except UserError as error:
             self._tell(request, str(error))
-            return _refused(request, str(error), 400, "invalid_request_error")
+            return _refused(request, str(error))
         except Refusal as error:
             return _refused(request, str(error), error.status, error.kind, error.code)
         except TimeoutError:
@@ -239,8 +242,8 @@ def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -
 def _refused(
     request: web.Request,
     message: str,
-    status: int,
-    kind: str,
+    status: int = 400,
+    kind: str = "invalid_request_error",
     code: str | None = None,
     param: str | None = None,
 ) -> web.Response:

@@ -34,7 +34,14 @@ class Refusal(Exception):
         kind, code: ``type`` and ``code`` of OpenAI's error object.
     """
 
-    def __init__(self, message: str, status: int, kind: str, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        code: str | None = None,
+        *,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.kind = kind
@@ -115,22 +122,14 @@ class AgentSession:
                 the rollout ends, or no engine answers.
         """
         if self._is_over:  # the sample ended while the body arrived
-            raise Refusal("this sample is done", 401, "authentication_error", "invalid_api_key")
+            raise Refusal(
+                "this sample is done", "invalid_api_key", status=401, kind="authentication_error"
+            )
         # agents retry a 503 some thirty times, but not a 400; a retry would not reach an engine
         if self.failure is not None:
-            raise Refusal(
-                f"this sample has failed: {self.failure}",
-                400,
-                "invalid_request_error",
-                "sample_failed",
-            )
+            raise Refusal(f"this sample has failed: {self.failure}", "sample_failed")
         if self.max_turns is not None and self._num_turns >= self.max_turns:
-            raise Refusal(
-                f"this agent may take {self.max_turns} turns",
-                400,
-                "invalid_request_error",
-                "max_turns",
-            )
+            raise Refusal(f"this agent may take {self.max_turns} turns", "max_turns")
         ask = self.with_kwargs(ask)
         overflowing_before = self._overflowing
         place = self.tree.place(ask)
@@ -152,11 +151,13 @@ class AgentSession:
         self.sample.trace = sample.trace
         if sample.status is SampleStatus.ABORTED:
             self.was_cut = True
-            raise Refusal("the rollout ends: this sample will be begun anew", 503, "unavailable")
+            raise Refusal(
+                "the rollout ends: this sample will be begun anew", status=503, kind="unavailable"
+            )
         if not sample.response_length:
             self._overflowing = place
             said = f"the prompt is too long: {len(place.prompt)} tokens fill the context"
-            raise Refusal(said, 400, "invalid_request_error", "context_length_exceeded")
+            raise Refusal(said, "context_length_exceeded")
         # the agent continued with a shorter prompt; keep a refusal from during this request
         if self._overflowing is overflowing_before:
             self._overflowing = None
@@ -172,10 +173,10 @@ class AgentSession:
         try:
             await asyncio.create_task(work, context=self._context.copy())
         except RequestRefused as error:
-            raise Refusal(error.what, 400, "invalid_request_error") from error
+            raise Refusal(error.what) from error
         except EngineError as error:
             self.failure = error
-            raise Refusal(str(error), 503, "unavailable") from error
+            raise Refusal(str(error), status=503, kind="unavailable") from error
 
     def _params_for(self, ask: AgentRequest, place: TurnPosition) -> dict[str, Any]:
         params = dict(self.params)

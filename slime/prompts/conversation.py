@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.errors import UserError
+from slime.files import repeated_key
 
 Messages = list[dict[str, Any]]
 
@@ -756,9 +757,7 @@ def _finite(text: str) -> float:
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        again = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key '{again}' twice in one object")
+        raise ValueError(f"the key '{repeated_key(pairs)}' twice in one object")
     return found
 
 

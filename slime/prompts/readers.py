@@ -39,6 +39,7 @@ from slime.data_path import (
     split_slice,
 )
 from slime.errors import UserError, contents_of
+from slime.files import repeated_key
 from slime.prompts import dataset_folders
 from slime.prompts.arrow_rows import TableRows, iter_parquet, load_file
 from slime.prompts.labels import JsonRow, NumberAsWritten, written_integer
@@ -464,11 +465,8 @@ def _invalid(detail: str) -> RowProblem:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise RowProblem(
-            "have a key twice in one object", f"the key '{twice}'", "keep the one that is meant"
-        )
+        detail = f"the key '{repeated_key(pairs)}'"
+        raise RowProblem("have a key twice in one object", detail, "keep the one that is meant")
     return found
 
 

@@ -224,29 +224,11 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
         messages = _messages(conversation[0], tools, form, parts=parts) if conversation else None
     except ConversationError as error:
         raise RowProblem.of(error) from error
-    label = None
-    if form.label_key is not None:
-        rm_type = form.rm_type_of_all or metadata.get("rm_type") or form.rm_type
-        label = read_label(
-            row,
-            form.label_key,
-            form.label_flag,
-            raw=form.raw_label,
-            rm_type="" if form.own_reward else str(rm_type or ""),
-        )
+    label = _read_label(row, form, metadata)
     if tools:
         metadata["tools"] = tools
     if is_tokens:
-        if tokenizer is not None and not 0 <= max(value) < len(tokenizer):
-            raise RowProblem(
-                "have token ids that the tokenizer lacks",
-                f"found {max(value)}, and its ids end at {len(tokenizer) - 1}",
-                "tokenise the prompts with the tokenizer of --hf-checkpoint",
-            )
-        try:
-            text = tokenizer.decode(value) if tokenizer is not None else ""
-        except OverflowError as error:
-            raise RowProblem("have token ids that no vocabulary has", str(error)) from error
+        text = _text_of_tokens(value, tokenizer)
         found = Prompt(text, value, label, metadata, "", columns, remarks=of_teacher)
         return _with_images(found, row, form, parts)
     prompt = _text(value, form) if messages is None else messages
@@ -288,6 +270,34 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
     found = Prompt(rendered, [], label, metadata, prompt, columns, tuple(sorted(keys)))
     found.remarks = remarks
     return _with_images(found, row, form, parts)
+
+
+def _read_label(row: dict[str, Any], form: RowFormat, metadata: dict[str, Any]) -> Any:
+    if form.label_key is None:
+        return None
+    rm_type = form.rm_type_of_all or metadata.get("rm_type") or form.rm_type
+    return read_label(
+        row,
+        form.label_key,
+        form.label_flag,
+        raw=form.raw_label,
+        rm_type="" if form.own_reward else str(rm_type or ""),
+    )
+
+
+def _text_of_tokens(tokens: list[int], tokenizer: Any) -> str:
+    if tokenizer is None:
+        return ""
+    if not 0 <= max(tokens) < len(tokenizer):
+        raise RowProblem(
+            "have token ids that the tokenizer lacks",
+            f"found {max(tokens)}, and its ids end at {len(tokenizer) - 1}",
+            "tokenise the prompts with the tokenizer of --hf-checkpoint",
+        )
+    try:
+        return str(tokenizer.decode(tokens))
+    except OverflowError as error:
+        raise RowProblem("have token ids that no vocabulary has", str(error)) from error
 
 
 def _remarks_on_words(
