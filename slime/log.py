@@ -21,7 +21,7 @@ from slime.redact import Redacting, redact_text, remember
 
 _ROOT = "slime"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-_MOST_UNTOLD = 100
+_MAX_UNTOLD = 100
 #: Warnings of a process without a terminal that the driver has not printed yet, and keys of the
 #: warnings that were already logged once.
 _untold: list[str] = []
@@ -80,7 +80,7 @@ def tell(logger: logging.Logger, text: str, *args: object, once: str = "") -> No
         _said.add(once)
     logger.warning(text, *args, stacklevel=2)
     _untold.append(text % args if args else text)
-    del _untold[:-_MOST_UNTOLD]  # with a terminal, `untold` is never called
+    del _untold[:-_MAX_UNTOLD]  # with a terminal, `untold` is never called
 
 
 def untold() -> list[str]:

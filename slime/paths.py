@@ -33,7 +33,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "ci_load_grad_norm": _OF_STEP,
 }
 #: At most so many rollouts' paths are compared at launch.
-_MOST_COMPARED = 1000
+_MAX_COMPARED = 1000
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def check(
         paths = (
             []
             if unknown
-            else [str(fill(pattern, i)) for i in range(max(1, min(num_rollout, _MOST_COMPARED)))]
+            else [str(fill(pattern, i)) for i in range(max(1, min(num_rollout, _MAX_COMPARED)))]
         )
         why = f"; there is no {{{unknown[0]}}}" if unknown else ""
         if not unknown:

@@ -183,7 +183,7 @@ def _hides(grade: int, value: Any) -> bool:
 #: Characters; shorter values are words that occur in every log ("1", "true", "none").
 _LEAST = 6
 #: The same for a line of a multi-line secret, such as a private key.
-_LEAST_LINE = 16
+_MIN_LINE = 16
 _PRIVATE_KEY = re.compile(
     r"(?P<before>-----BEGIN [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----)(?P<secret>.{1,16000}?)"
     r"(?P<after>-----END [A-Z ]{0,30}PRIVATE KEY|\Z)",
@@ -484,7 +484,7 @@ def _shapes(secret: str) -> Iterable[str]:
     yield json.dumps(secret, ensure_ascii=False)[1:-1]
     yield repr(secret)[1:-1]
     yield quote(secret, safe="")
-    yield from (line for line in secret.splitlines() if len(line) >= _LEAST_LINE)
+    yield from (line for line in secret.splitlines() if len(line) >= _MIN_LINE)
 
 
 class Redacting:

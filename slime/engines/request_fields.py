@@ -199,7 +199,7 @@ _UNSUPPORTED = (
     "custom_params",
     "stream_interval",
 )
-_MOST_SAMPLES = 4096  # per prompt: more is likely a mistake, and all would be queued at once
+_MAX_SAMPLES = 4096  # per prompt: more is likely a mistake, and all would be queued at once
 _ANY_VOCABULARY = 1 << 31
 
 
@@ -232,7 +232,7 @@ class SamplingParams:
     skip_special_tokens: bool = _row(True, FLAG)
     spaces_between_special_tokens: bool = _row(True, FLAG)
     no_stop_trim: bool = _row(False, FLAG)
-    n: int = _row(1, integer(1, _MOST_SAMPLES))
+    n: int = _row(1, integer(1, _MAX_SAMPLES))
     sampling_seed: int | None = _row(None, integer())
     logit_bias: tuple[tuple[int, float], ...] = _row((), biases)
 

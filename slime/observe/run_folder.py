@@ -52,10 +52,10 @@ logger = get_logger(__name__)
 
 #: Maximum bytes of each log in a crash folder, and maximum number of logs.
 _LOG_BYTES = 64 << 10
-_MOST_LOGS = 64
+_MAX_LOGS = 64
 _CONFIG = re.compile(r"config(?:\.([^\s/()~]{1,100}))?\.json")
 #: Larger times and process ids in ``run.json`` are damage; no date can be made of them.
-_MOST = 1e11
+_MAX_NUMBER = 1e11
 #: Files and folders of a run folder.
 _FILES = ("run.json", "metrics.jsonl", "report.html", ".lock", "config.json")
 _FOLDERS = (
@@ -385,7 +385,7 @@ class RunFolder:
         return folder
 
     def _keep_ends_of_logs(self, folder: Path) -> None:
-        newest = sorted(self.logs.glob("*.log"), key=_written, reverse=True)[:_MOST_LOGS]
+        newest = sorted(self.logs.glob("*.log"), key=_written, reverse=True)[:_MAX_LOGS]
         for path in newest:
             # removed meanwhile, a broken link, or a pipe, which would block
             if not path.is_file():
@@ -433,7 +433,7 @@ def _is_of_a_stage(key: str, value: Any) -> bool:
     """Tell whether a value in ``run.json`` has the type that a run writes."""
     if key in ("started", "ended", "launched", "pid"):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return value is None or (is_number and abs(value) < _MOST)
+        return value is None or (is_number and abs(value) < _MAX_NUMBER)
     if key in ("state", "host", "cwd"):
         return isinstance(value, str) and "\0" not in value
     return not isinstance(value, bool)

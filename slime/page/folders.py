@@ -17,7 +17,7 @@ from slime.page.index import SampleIndex, path_key
 from slime.page.stages import alarms_of, describe
 
 #: The newest runs of a folder that are shown.
-MOST_RUNS = 30
+MAX_RUNS = 30
 
 
 class RunWatch:
@@ -153,7 +153,7 @@ def runs_below(paths: Sequence[Path]) -> list[Path]:
             raise UserError(
                 f"{path} holds no run", why="a run folder has config.json or metrics.jsonl"
             )
-        found.update(dict.fromkeys(inside[:MOST_RUNS]))
+        found.update(dict.fromkeys(inside[:MAX_RUNS]))
     return list(found)
 
 

@@ -19,7 +19,7 @@ from slime.prompts.conversation import REASONING_KEYS, Messages, read_messages
 _PROBE = "probe of the turn's end"
 _PAST_PROBE = "probe of a past turn"
 #: Most tokens that end a turn: Cohere's have two, and a blank may stand before them.
-_MOST_END_TOKENS = 4
+_MAX_END_TOKENS = 4
 #: Pairs of marks around reasoning within content: Qwen3, DeepSeek-R1, GLM; Magistral; Seed-OSS.
 REASONING_MARKS = (
     ("<think>", "</think>"),
@@ -679,7 +679,7 @@ def without_repeated_end(before: list[int], between: list[int]) -> list[int]:
         >>> without_repeated_end([7, 98, 99], [98, 99, 5])
         [5]
     """
-    counts = range(min(len(before), len(between), _MOST_END_TOKENS), 0, -1)
+    counts = range(min(len(before), len(between), _MAX_END_TOKENS), 0, -1)
     return between[next((n for n in counts if before[-n:] == between[:n]), 0) :]
 
 

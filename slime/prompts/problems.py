@@ -14,7 +14,7 @@ from slime.prompts.conversation import ConversationError
 #: `RowProblem.refuse_at` of a remark, which never stops a launch.
 NEVER = 2.0
 #: Most rows of one kind that an error names.
-_MOST_LISTED = 200
+_MAX_LISTED = 200
 
 
 class RowProblem(Exception):
@@ -147,7 +147,7 @@ class Problems:
         details = []
         for _, where, p in ranked:
             if p.detail and p.kind in self.listed:
-                details.append("\n    ".join(self.listed[p.kind][:_MOST_LISTED]))
+                details.append("\n    ".join(self.listed[p.kind][:_MAX_LISTED]))
             elif p.detail:
                 details.append(f"{where}: {p.detail}" if len(ranked) > 1 else p.detail)
         fixes = dict.fromkeys(p.fix for _, _, p in ranked if p.fix)

@@ -32,7 +32,7 @@ _TRANSCRIPTS = (
 )  # fmt: skip
 _NO_VALUES = frozenset({"nan", "none", "null", "undefined"})
 #: Characters; an answer may begin with a shorter question by chance.
-_LEAST_REPEATED = 16
+_MIN_REPEATED = 16
 
 
 def remarks_on_text(
@@ -168,7 +168,7 @@ def _repeating(talk: Any) -> Iterator[str]:
 
 def _begins_with(answer: str, question: str) -> bool:
     asked = question.strip()
-    return len(asked) >= _LEAST_REPEATED and answer.lstrip().startswith(asked)
+    return len(asked) >= _MIN_REPEATED and answer.lstrip().startswith(asked)
 
 
 def _first(pattern: re.Pattern[str], texts: Iterable[str]) -> str | None:

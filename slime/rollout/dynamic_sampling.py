@@ -48,7 +48,7 @@ logger = get_logger(__name__)
 
 #: The most groups that a filter may drop in a row, or ten batches if that is more. A filter that
 #: drops everything would otherwise keep a rollout from ending.
-_MOST_DROPS = 1000
+_MAX_DROPS = 1000
 
 _DISCARDED = (Decision.DROP, Decision.FAILED, Decision.STALE)
 #: --stale-samples → the metric that counts the stale groups.
@@ -121,7 +121,7 @@ class DynamicSampler:
         self.watchdog = Watchdog(self.client, self.runner, self.stall_timeout)
         self.drawn: list[GroupRun] = []
         self._identities: set[tuple[str, int | None]] = set()  # `_identity_of` each drawn group
-        self._most_drops = max(_MOST_DROPS, 10 * self.target)
+        self._most_drops = max(_MAX_DROPS, 10 * self.target)
         path = getattr(self.runner.state.args, "data_source_path", None)
         self._source_name = named(path, "--data-source-path") if path else "the data source"
         self.result = Collected([], [])

@@ -41,7 +41,7 @@ from slime.prompts.conversation import ImageParts, read_messages
 from slime.prompts.images import ImagePrompts, add_images, bytes_of, kept, read_inline
 from slime.prompts.tokenizer import with_opening
 from slime.rollout.resumed_requests import (
-    MOST_IDLE_CUTS,
+    MAX_IDLE_CUTS,
     completed_stop,
     first_tokens,
     has_ended,
@@ -278,7 +278,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         sample.tokens = _with_images(sample, sample.tokens)
     sample.session_id = sample.session_id or uuid.uuid4().hex
     idle = 0
-    while idle < MOST_IDLE_CUTS:
+    while idle < MAX_IDLE_CUTS:
         params = _remaining_params(state, sample, sampling_params)
         if params is None or _wrote_an_image(state, sample):
             sample.status = SampleStatus.TRUNCATED
@@ -305,7 +305,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         idle = idle + 1 if sample.response_length == length else 0
     raise EngineError(
         state.client.base_url,
-        f"sample {sample.index} was aborted {MOST_IDLE_CUTS} times without a token between",
+        f"sample {sample.index} was aborted {MAX_IDLE_CUTS} times without a token between",
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 Body = dict[str, Any]
 #: Give up after this many aborts in a row without a new token.
-MOST_IDLE_CUTS = 64
+MAX_IDLE_CUTS = 64
 #: SGLang's default for ``max_new_tokens``.
 _DEFAULT_NEW_TOKENS = 128
 #: Sampling parameters that allow an answer to be generated in pieces without a difference; seeded
@@ -79,7 +79,7 @@ async def answered(
         if not is_piece:
             on_cut()
         idle = 0 if _tokens(answer) else idle + 1
-        if idle == MOST_IDLE_CUTS:
+        if idle == MAX_IDLE_CUTS:
             return whole
         rest = rest_of(body, whole)
         if rest is None:

@@ -63,7 +63,7 @@ from slime.user_code.loading import shown
 logger = get_logger(__name__)
 
 #: Number of conversations whose masks are compared with another rule for loss masks.
-_MOST_COMPARED = 100
+_MAX_COMPARED = 100
 #: Rows that the process beside a run checks between two reports.
 _REPORTED_ROWS = 2_000
 
@@ -287,7 +287,7 @@ class SftJudge:
         # the reference system's rule for loss masks, with which ours are compared
         self._rule = compared_rule(config)
         self._tokenizer = tokenizer
-        self._to_compare = _MOST_COMPARED if self._rule else 0
+        self._to_compare = _MAX_COMPARED if self._rule else 0
         self._unknown = UnknownTokens(tokenizer, vocab_size_of_run(config))
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[list[RowProblem]]:

@@ -52,7 +52,7 @@ from slime.samples.types import ANY_VERSION
 logger = get_logger(__name__)
 
 #: Warnings in the last lines of a run; the report has all warnings.
-_MOST_WARNINGS = 2
+_MAX_WARNINGS = 2
 
 
 class _BackgroundEvaluation(NamedTuple):
@@ -495,7 +495,7 @@ class Session:
             lines += [f"  checkpoint: {newest}"] if newest else []
             if not (flags.save or flags.save_hf):
                 lines.append("  model: not kept (--no-save)")
-        lines += [f"  {line}" for line in self.sinks.closing_lines(_MOST_WARNINGS)]
+        lines += [f"  {line}" for line in self.sinks.closing_lines(_MAX_WARNINGS)]
         if self.run.report_path.exists():  # not if somebody removed the folder
             lines.append(f"  report: {self.run.report_path}")
         if self._state == "stopped" and saving.newest():

@@ -475,7 +475,7 @@ class FunctionHangs(FunctionFailed):
 _SLIME = str(Path(__file__).parents[1]) + os.sep
 _SITE_PACKAGES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
-_MOST_FRAMES = 12
+_MAX_FRAMES = 12
 
 
 def user_frames(error: BaseException) -> str:
@@ -490,8 +490,8 @@ def user_frames(error: BaseException) -> str:
             or not frame.filename.startswith(_STANDARD_LIBRARY)
         )
     ]
-    if len(frames) > _MOST_FRAMES:
-        frames = frames[: _MOST_FRAMES // 2] + frames[-_MOST_FRAMES // 2 :]
+    if len(frames) > _MAX_FRAMES:
+        frames = frames[: _MAX_FRAMES // 2] + frames[-_MAX_FRAMES // 2 :]
     lines = "".join(traceback.format_list(frames)).rstrip("\n").splitlines()
     return "\n".join(["in your code:", *(f"  {line}" for line in lines)]) if lines else ""
 

@@ -27,7 +27,7 @@ _TAIL = 2000
 #: A response of at most this many words is an answer as a whole.
 _SHORT = 6
 #: Places in the last sentence at which its answer may begin.
-_MOST_CLAUSES = 8
+_MAX_CLAUSES = 8
 _LONGEST_CLAUSE = 200
 
 
@@ -160,7 +160,7 @@ def _last_in(tail: str) -> Iterator[str]:
         sentence = _THEREFORE.sub("", sentences[-1].strip())
         starts = [0, *(found.end() for found in _CLAUSE.finditer(sentence))]
         for start in [start for start in starts if len(sentence) - start <= _LONGEST_CLAUSE][
-            -_MOST_CLAUSES:
+            -_MAX_CLAUSES:
         ]:
             clause = sentence[start:].strip()
             is_prose = len(set(re.findall(r"[A-Za-z]{2,}", clause)) - {"and", "or"}) > 2

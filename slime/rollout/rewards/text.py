@@ -52,7 +52,7 @@ def boxed_spans(text: str) -> list[tuple[int, int, int]]:
 
 
 #: Most boxes that are joined to a list.
-_MOST_BOXES = 20
+_MAX_BOXES = 20
 _JOINED = re.compile(
     r"(?:\\[)\]]|[$ ])*(?:[,;]|[,;]? ?(?:and|or)\b|\\text\{ ?(?:and|or) ?\})(?:\\[(\[]|[$ ])*"
 )
@@ -66,7 +66,7 @@ def joined_boxes(text: str) -> str | None:
         return None
     position, start, end = spans[-1]
     boxes = [text[start:end]]
-    for earlier, start, end in spans[-2:-_MOST_BOXES:-1]:
+    for earlier, start, end in spans[-2:-_MAX_BOXES:-1]:
         if not _JOINED.fullmatch(text, end + 1, position):
             break
         position = earlier
