@@ -195,8 +195,8 @@ class TurnTree:
         return TurnPosition(parent, lead, before + lead, history, twin, said, count, images)
 
     def _longest_known(self, ask: AgentRequest) -> tuple[bytes, Turn | None, int]:
-        """(digest of all messages, the turn of the last known answer among them, number of messages
-        up to that answer)."""
+        """Return (digest of all messages, the turn of the last known answer among them, number of
+        messages up to that answer)."""
         history = digest(
             b"", orjson.dumps([ask.tools, ask.template_kwargs], option=orjson.OPT_SORT_KEYS)
         )

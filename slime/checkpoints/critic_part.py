@@ -73,7 +73,8 @@ def is_part_written(root: Path, iteration: int) -> bool:
 
 
 def critic_records(checkpoint: Path) -> list[FileRecord]:
-    """Records of the critic's part, from its own manifest; [] if there is no such part."""
+    """Return the records of the critic's part, from its own manifest; [] if there is no such
+    part."""
     part = checkpoint / CRITIC
     if not part.is_dir():
         return []

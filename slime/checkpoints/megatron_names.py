@@ -176,8 +176,8 @@ def _unstacked(weights: torch.Tensor) -> Iterator[nn.Parameter]:
 
 
 def _layer_numbers(chunk: nn.Module) -> dict[int, int]:
-    """Local layer number → global layer number, both from 0. Megatron's ``layer_number`` is global
-    and counts from 1."""
+    """Map local layer numbers to global ones, both from 0. Megatron's ``layer_number`` is
+    global and counts from 1."""
     layers = chunk.get_submodule("decoder.layers")
     return {
         int(local): int(layer.layer_number) - 1  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ def device_name(index: Device = None) -> str:
 
 
 def device_count() -> int:
-    """GPUs that this process sees."""
+    """Return the number of GPUs that this process sees."""
     return torch.cuda.device_count()
 
 
@@ -60,7 +60,7 @@ def empty_cache() -> None:
 
 
 def mem_get_info(device_arg: Device = None) -> tuple[int, int]:
-    """(free, total) bytes of the GPU's memory."""
+    """Return (free, total) bytes of the GPU's memory."""
     return torch.cuda.mem_get_info(device_arg) if torch.cuda.is_available() else (0, 0)
 
 

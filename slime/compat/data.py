@@ -149,8 +149,8 @@ class MultiTurnLossMaskGenerator:
     def get_loss_mask(
         self, messages: Messages, tools: list[dict[str, Any]] | None = None
     ) -> tuple[list[int], list[int]]:
-        """(tokens, mask), up to the last trained token. Messages with a ``step_loss_mask`` of 0 are
-        not trained.
+        """Return (tokens, mask), up to the last trained token. Messages with a ``step_loss_mask``
+        of 0 are not trained.
 
         Raises:
             UserError: there is no assistant message, or the template's turns cannot be located, or

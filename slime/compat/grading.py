@@ -89,7 +89,7 @@ def grade_answer_mathd(given_answer: str | None, ground_truth: Any) -> bool:
 
 
 def get_deepscaler_rule_based_reward(response: str, label: Any) -> int:
-    """1 if the text after the reasoning has the correct answer in a box, else 0."""
+    """Return 1 if the text after the reasoning has the correct answer in a box, else 0."""
     return int(_is_right("deepscaler", response, label))
 
 
@@ -104,7 +104,8 @@ def _instruction_graders() -> GradingPool:
 def compute_ifbench_reward(
     response: str, label: Any, metadata: dict[str, Any] | None = None
 ) -> float:
-    """1.0 if the response follows all instructions in ``metadata``, else 0.0; ``label`` is ignored.
+    """Return 1.0 if the response follows all instructions in ``metadata``, else 0.0; ``label`` is
+    ignored.
 
     Raises:
         UserError: ``metadata`` has no instructions, or they cannot be checked here.
@@ -141,8 +142,8 @@ def f1_score(prediction: str | None, ground_truth: Any) -> tuple[float, float, f
 def is_correct_minerva(
     solution_str: str, gt: str, gt_need_extract: bool = False, answer_pattern: str = ANSWER_LINE
 ) -> tuple[bool, str]:
-    """(whether the last match of the pattern equals the ground truth after Minerva's normalisation,
-    the match)."""
+    """Return (whether the last match of the pattern equals the ground truth after Minerva's
+    normalisation, the match)."""
     return final_answer(solution_str, last_boxed(gt) if gt_need_extract else gt, answer_pattern)
 
 
@@ -162,7 +163,7 @@ def verify(
     strict_box_verify: bool = False,
     pause_tokens_index: list[int] | None = None,
 ) -> tuple[bool, str | None]:
-    """(whether the solution is correct, the answer found in it)."""
+    """Return (whether the solution is correct, the answer found in it)."""
     if not strict_box_verify:
         return is_correct_minerva(solution_str, answer)
     score, predicted = is_correct_strict_box(solution_str, answer, pause_tokens_index)

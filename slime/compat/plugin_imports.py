@@ -94,7 +94,7 @@ def _catches_imports(handler: ast.ExceptHandler) -> bool:
 
 
 def _unavailable(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
-    """(import path, reason) for each name of slime that the statement cannot import."""
+    """Yield (import path, reason) for each name of slime that the statement cannot import."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             if alias.name.split(".")[0] == "slime" and (reason := _why_no_module(alias.name)):

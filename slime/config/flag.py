@@ -50,7 +50,7 @@ Part = Literal[
 
 
 def option_of(dest: str) -> str:
-    """``--lr-decay-style`` of ``lr_decay_style``."""
+    """Return ``--lr-decay-style`` for ``lr_decay_style``."""
     return "--" + dest.replace("_", "-")
 
 
@@ -405,7 +405,7 @@ def refused_spec(group: str, cls: Any, row: RefusedFlag) -> FlagSpec:
 
 
 def _kind_of(annotation: Any) -> tuple[Kind, bool, bool, tuple[Any, ...]]:
-    """(kind, many, optional, choices) of a resolved annotation."""
+    """Return (kind, many, optional, choices) of a resolved annotation."""
     origin = typing.get_origin(annotation)
     args = typing.get_args(annotation)
     if origin in (types.UnionType, typing.Union):

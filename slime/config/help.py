@@ -191,7 +191,7 @@ def range_text(spec: FlagSpec) -> str:
 
 
 def needs_text(spec: FlagSpec) -> str:
-    """Combinations in which the flag would have no effect, and is refused or warned of.
+    """Return the combinations in which the flag would have no effect, and is refused or warned of.
 
     Example:
         >>> needs_text(all_flags()["opsm_delta"])

@@ -88,8 +88,8 @@ def parse_args(argv: list[str] | None = None, entry: str = "train") -> Config:
 
 
 def flags_given(argv: list[str]) -> frozenset[str]:
-    """Dests of the flags that a command line and its configuration files set; what cannot be read
-    is skipped."""
+    """Return the dests of the flags that a command line and its configuration files set; what
+    cannot be read is skipped."""
     errors: list[UserError] = []
     return frozenset(_with_files(read_argv(argv, errors), errors).values)
 

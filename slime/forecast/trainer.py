@@ -103,8 +103,8 @@ def train_seconds(
 
 @lru_cache(maxsize=256)
 def _busiest(cost: SequenceCost, lengths: tuple[int, ...], ranks: int) -> tuple[float, int]:
-    """FLOPs and tokens of the busiest replica, if each sample, longest first, goes to the replica
-    with the least work."""
+    """Return the FLOPs and tokens of the busiest replica, if each sample, longest first, goes to
+    the replica with the least work."""
     loads = [(0.0, number, 0) for number in range(ranks)]
     for length in sorted(lengths, reverse=True):
         flops, number, tokens = loads[0]

@@ -156,8 +156,8 @@ class EngineSettings(EngineFootprint):
         return float(4 * self.spec.num_layers * int(self.spec.transformer["moe_router_topk"]))
 
     def static_fraction(self, memory: float) -> float:
-        """Fraction of a device of ``memory`` bytes for weights and KV cache: the user's choice, or
-        approximately the engine's default."""
+        """Return the fraction of a device of ``memory`` bytes for weights and KV cache: the user's
+        choice, or approximately the engine's default."""
         return self.automatic_fraction(memory) if self.fraction is None else self.fraction
 
     def kv_cache(self, memory: float) -> float:

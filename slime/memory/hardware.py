@@ -93,7 +93,8 @@ def seen_gpu_memory() -> float | None:
 
 
 def gpu_majors() -> set[int]:
-    """Major compute capabilities of this host's GPUs, as far as its driver reports them."""
+    """Return the major compute capabilities of this host's GPUs, as far as its driver reports
+    them."""
     return {major for _, major in _driver_gpus() if major is not None}
 
 
@@ -103,7 +104,7 @@ def gpu_name() -> str | None:
 
 
 def _driver_gpus() -> list[tuple[float, int | None]]:
-    """(bytes, major compute capability or None if unknown) of each GPU of this host."""
+    """Return (bytes, major compute capability or None if unknown) of each GPU of this host."""
     rows = _driver_rows()
     majors = [row[1].split(".")[0] if len(row) > 1 else "" for row in rows]
     return [

@@ -462,7 +462,7 @@ class StageMemory:
         return found | self._rounded("linears" if self.settings.measured else self.settings.rounded)
 
     def _teacher_heads(self) -> dict[str, float]:
-        """Output layers of teachers, and their hidden states of a micro-batch."""
+        """Return the output layers of teachers, and their hidden states of a micro-batch."""
         settings = self.settings
         if not settings.teacher_heads or not self._has_output:
             return {}
@@ -680,7 +680,7 @@ def _takes_groups(config: Config, spec: ModelSpec, flash4: bool) -> bool:
 
 
 def _torch_version() -> tuple[int, ...]:
-    """Version of torch in this environment, without importing it."""
+    """Return the version of torch in this environment, without importing it."""
     return tuple(map(int, version("torch").split("+")[0].split(".")[:2]))
 
 

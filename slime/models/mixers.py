@@ -411,7 +411,7 @@ def _delta_state(spec: ModelSpec, ranks: int) -> tuple[int, int]:
 
 
 def _delta_flops(spec: ModelSpec) -> float:
-    """FLOPs of reading and writing the state, and of the products within a chunk."""
+    """Return the FLOPs of reading and writing the state, and of the products within a chunk."""
     sizes = spec.delta_net
     within = 4 * _CHUNK * (sizes.key + sizes.value)
     return float(sizes.value_heads * (6 * sizes.key * sizes.value + within))

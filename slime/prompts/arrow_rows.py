@@ -77,7 +77,7 @@ def load_file(file: str, suffix: str) -> Any:
 
 
 def iter_parquet(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) of a Parquet file, one batch of rows in memory.
+    """Yield (where, row) of a Parquet file, one batch of rows in memory.
 
     Raises:
         UserError: it cannot be read.

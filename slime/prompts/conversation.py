@@ -686,7 +686,8 @@ def _is_parts(content: Any) -> bool:
 
 
 def _list_of_parts(content: Any) -> Any:
-    """Content of a protocol whose lists are lists of parts, also empty ones: [] says nothing."""
+    """Return the content of a protocol whose lists are lists of parts, also empty ones: [] says
+    nothing."""
     return None if content == [] else content
 
 

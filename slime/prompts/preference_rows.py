@@ -235,7 +235,7 @@ def _shared_beginning(talks: Sequence[Messages]) -> int:
 
 
 def conversation_of(prompt: Messages, answer: Messages) -> Messages:
-    """Prompt and answer as one conversation in which only the answer is trained on."""
+    """Return prompt and answer as one conversation in which only the answer is trained on."""
     return [
         {**message, "step_loss_mask": 0} if message["role"] == "assistant" else message
         for message in prompt

@@ -279,7 +279,7 @@ def _positions(content: np.ndarray, byte: bytes) -> np.ndarray:
 
 
 def _between(breaks: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(start, end) of the lines; text after the last line break is a line too."""
+    """Return (start, end) of the lines; text after the last line break is a line too."""
     is_ended = not size or (len(breaks) and breaks[-1] == size - 1)
     ends = breaks if is_ended else np.append(breaks, size)
     return np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)[: len(ends)], ends
@@ -330,7 +330,7 @@ class JsonLines(_MappedRows):
 
 
 def _line_offsets(file: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(start, end, line number) of every line that is not blank; int64 arrays."""
+    """Return (start, end, line number) of every line that is not blank; int64 arrays."""
     content = _mapped(file)
     starts, ends = _between(_positions(content, b"\n"), len(content))
     keep = ends > starts
@@ -519,7 +519,8 @@ class CsvRows(_MappedRows):
 
 
 def _csv_offsets(file: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(start, end, line number) of each record that is not blank, the header first; int64 arrays.
+    """Return (start, end, line number) of each record that is not blank, the header first; int64
+    arrays.
 
     Raises:
         UserError: as `_csv_records`.
@@ -597,7 +598,7 @@ class _CountedLines:
 
 
 def _csv_records(file: str) -> Iterator[tuple[int, int, int, list[str]]]:
-    """(start, end, line number, fields) of each record that is not blank, the header first.
+    """Yield (start, end, line number, fields) of each record that is not blank, the header first.
 
     Raises:
         UserError: a record is not CSV, or bytes are not UTF-8.

@@ -339,7 +339,7 @@ class PromptSource(DataSource):
         self.mark_consumed(group_indices)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values (and tensors if buffered samples hold some)."""
+        """Return plain values (and tensors if buffered samples hold some)."""
         epoch, offset = (
             (0, 0) if self._order is None else self._positions.get(self._low, self._order.tell())
         )
@@ -490,7 +490,7 @@ def max_prompt_tokens(config: Config) -> int | None:
 
 
 def _prompt_limits(config: Config) -> list[tuple[str, int, int]]:
-    """Flags that are set, their values, and the longest prompt that each allows."""
+    """Return the flags that are set, their values, and the longest prompt that each allows."""
     given = {
         "rollout_max_prompt_len": (config.data.rollout_max_prompt_len, 0),
         "rollout_max_context_len": (config.rollout.rollout_max_context_len, 1),

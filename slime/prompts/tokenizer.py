@@ -174,8 +174,8 @@ def generation_config_of(path: str) -> dict[str, Any]:
 
 
 def end_token_ids(tokenizer: Any, path: str) -> frozenset[int]:
-    """Default tokens that end an answer: the tokenizer's, and those of generation_config.json and
-    config.json, as engines read them."""
+    """Return the default tokens that end an answer: the tokenizer's, and those of
+    generation_config.json and config.json, as engines read them."""
     return frozenset[int]().union(*_named_ends(tokenizer, path).values())
 
 

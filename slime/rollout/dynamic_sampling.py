@@ -164,7 +164,7 @@ class DynamicSampler:
     # -- choosing ----------------------------------------------------------------------------------
 
     def _num_expected(self) -> int:
-        """Groups that are kept or may still be kept."""
+        """Return the number of groups that are kept or may still be kept."""
         return len(self.drawn) - self._num_rejected
 
     def _decide(self, run: GroupRun, decision: Decision) -> None:
@@ -452,7 +452,7 @@ class DynamicSampler:
             self._note(RecordKind.BEGUN, run)
 
     def progress(self) -> dict[str, float]:
-        """``done`` and ``target`` in groups, ``tokens`` generated so far."""
+        """Return ``done`` and ``target`` in groups, ``tokens`` generated so far."""
         kept = sum(run.decision is Decision.KEEP for run in self.drawn)
         tokens = sum(run.num_tokens for run in self.drawn)
         return {"done": min(kept, self.target), "target": self.target, "tokens": tokens}
@@ -535,7 +535,8 @@ def _unshare(groups: list[Any]) -> None:
 
 
 def _identity_of(samples: Sequence[Sample]) -> set[tuple[str, int | None]]:
-    """Indices that no other group of a rollout may have: the group's, and those of its samples."""
+    """Return the indices that no other group of a rollout may have: the group's, and those of its
+    samples."""
     indices = (
         {("group_index", samples[0].group_index)} if samples[0].group_index is not None else set()
     )

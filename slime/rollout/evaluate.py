@@ -36,8 +36,8 @@ class EvalSet:
     prompts: list[Sample]
 
     def draw(self) -> list[GroupRun]:
-        """Fresh groups; sample indices count from 0 in each set, so that seeds do not depend on
-        other sets."""
+        """Return fresh groups; sample indices count from 0 in each set, so that seeds do not
+        depend on other sets."""
         n = self.dataset.n_samples_per_eval_prompt
         runs = []
         for i, prompt in enumerate(self.prompts):
@@ -151,7 +151,7 @@ async def evaluate(
 
 
 def progress_of(tasks: Tasks) -> dict[str, float]:
-    """``done`` of ``target`` prompts, ``tokens`` generated so far."""
+    """Return ``done`` of ``target`` prompts, ``tokens`` generated so far."""
     tokens = sum(run.num_tokens for run in tasks.values())
     return {"done": sum(task.done() for task in tasks), "target": len(tasks), "tokens": tokens}
 

@@ -434,8 +434,8 @@ def open_journal(config: Config, folder: Path) -> Journal | None:
 
 
 def _made_with(config: Config) -> str:
-    """Fingerprint of everything that determines a run's samples: flags of data, generation and
-    reward, and the files of user functions."""
+    """Return the fingerprint of everything that determines a run's samples: flags of data,
+    generation and reward, and the files of user functions."""
     groups = (config.data, config.rollout, config.reward)
     values = {name: json_safe(value) for group in groups for name, value in vars(group).items()}
     if config.images.multimodal_keys:

@@ -20,7 +20,8 @@ _REPETITION_RATIO = 10.0
 
 
 def distribution(name: str, values: Iterable[float]) -> dict[str, float]:
-    """``{name}/mean``, ``/median``, ``/max`` and ``/min`` of ``values``; {} if there are none.
+    """Return ``{name}/mean``, ``/median``, ``/max`` and ``/min`` of ``values``; {} if there are
+    none.
 
     Example:
         >>> distribution("len", [1, 2, 6])
@@ -38,7 +39,8 @@ def distribution(name: str, values: Iterable[float]) -> dict[str, float]:
 
 
 def sample_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
-    """Lengths, truncation, repetition, prefix caching and speculative decoding of samples.
+    """Return lengths, truncation, repetition, prefix caching and speculative decoding of
+    samples.
 
     Args:
         prefix: "rollout" or "eval/<name>".
@@ -104,8 +106,8 @@ def _compares_samples(args: Any) -> bool:
 
 
 def rollout_metrics(groups: Sequence[Group], args: Any) -> dict[str, float]:
-    """``rollout/…`` of a training batch: `sample_metrics`, rewards, groups without a signal, weight
-    versions."""
+    """Return ``rollout/…`` of a training batch: `sample_metrics`, rewards, groups without a signal,
+    weight versions."""
     samples = [sample for group in groups for sample in group.samples]
     metrics = sample_metrics(samples, "rollout")
     rewards = [sample.get_reward_value(args) for sample in samples if sample.reward is not None]
@@ -183,8 +185,8 @@ def _optional_metrics(
 def throughput_metrics(
     samples: Sequence[Sample], seconds: float, num_gpus: int, from_journal: Mapping[int | None, int]
 ) -> dict[str, float]:
-    """``perf/…`` of a rollout that took ``seconds`` on engines with ``num_gpus`` GPUs (CPU slots)
-    in total.
+    """Return ``perf/…`` of a rollout that took ``seconds`` on engines with ``num_gpus`` GPUs (CPU
+    slots) in total.
 
     Args:
         from_journal: number of response tokens restored from the journal, by sample index.
@@ -291,7 +293,7 @@ def trajectory_scores(trajectories: Iterable[Sequence[Sample]], args: Any) -> li
 def pass_at_k_metrics(
     scores: Iterable[Sequence[float]], ks: Sequence[int] = ()
 ) -> dict[str, float]:
-    """``pass@k`` averaged over prompts; an attempt is correct if its reward is at least 1.
+    """Return ``pass@k`` averaged over prompts; an attempt is correct if its reward is at least 1.
 
     Args:
         scores: rewards of the attempts (`trajectory_scores`) by prompt. Prompts with fewer than k

@@ -408,7 +408,7 @@ def _untrainable(error: UserError) -> RowProblem:
 
 
 def _lengths(encoded: Encoded) -> list[tuple[int, int]]:
-    """(tokens, tokens before the first trained one) of each sequence."""
+    """Return (tokens, tokens before the first trained one) of each sequence."""
     return [(len(one.tokens), one.prompt_length) for one in encoded.sequences]
 
 

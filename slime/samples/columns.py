@@ -124,8 +124,8 @@ class Columns:
     media: list[list[Media]] = field(default_factory=list)
 
     def rollout_mask_sums(self) -> list[float]:
-        """Per sample the trained tokens of its whole trajectory, at least 1: the denominator of the
-        default loss.
+        """Return per sample the trained tokens of its whole trajectory, at least 1: the denominator
+        of the default loss.
 
         Summed before packing, because the samples of one trajectory may go into different
         micro-batches.
@@ -136,8 +136,8 @@ class Columns:
         return [float(max(sums[trajectory], 1)) for trajectory in self.trajectory_ids]
 
     def group_mask_means(self) -> list[float]:
-        """Per sample the mean of the trained tokens of its group's trajectories; 1 for a group
-        without any.
+        """Return per sample the mean of the trained tokens of its group's trajectories; 1 for a
+        group without any.
 
         As the denominator of the loss it weights all tokens of a group equally, and each group by
         its number of trajectories.
@@ -245,7 +245,7 @@ def _optional(samples: list[Sample], masks: list[list[int]], name: str) -> list[
 
 
 def _rewards(trainable: Trainable, config: Config, args: Any) -> tuple[list[float], list[float]]:
-    """(raw, post-processed) rewards."""
+    """Return (raw, post-processed) rewards."""
     samples = trainable.samples
     if config.algorithm.loss_type == "sft_loss":
         zeros = [0.0] * len(samples)

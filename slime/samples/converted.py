@@ -28,7 +28,7 @@ _OUR_NAMES = {ours: theirs for theirs, ours in _HOOK_NAMES.items()}
 def columns_from_hook(
     result: Any, trainable: Trainable, origin: str, vocab_size: int | None = None
 ) -> Columns:
-    """Columns from the return value of a user's converter.
+    """Make columns from the return value of a user's converter.
 
     Masks, indices, groups and metadata that it left out are those of the samples. If the number of
     entries differs from the number of samples, every response token is trained and every entry is a

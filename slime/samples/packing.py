@@ -208,7 +208,7 @@ T = TypeVar("T")
 
 
 def _even_chunks(items: list[T], count: int) -> list[list[T]]:
-    """``count`` contiguous chunks whose sizes differ by at most one, longer ones first."""
+    """Return ``count`` contiguous chunks whose sizes differ by at most one, longer ones first."""
     size, extra = divmod(len(items), count)
     bounds = [index * size + min(index, extra) for index in range(count + 1)]
     return [items[a:b] for a, b in itertools.pairwise(bounds)]
@@ -259,8 +259,8 @@ def pack_micro_batches(
 def assign_ranks(
     bins: list[list[int]], costs: Sequence[float], rules: PackingRules
 ) -> list[list[list[int]]]:
-    """Micro-batches per rank, the same number for each; balanced, or rank r gets r, r + dp, r + 2
-    dp, …"""
+    """Return the micro-batches per rank, the same number for each; balanced, or rank r gets r, r +
+    dp, r + 2 dp, …"""
     size = rules.data_parallel_size
     if not rules.balance:
         return [bins[rank::size] for rank in range(size)]

@@ -247,7 +247,8 @@ def as_list(values: Any) -> Any:
 
 
 def numbers_in(values: Any) -> np.ndarray | None:
-    """``values`` as a flat array of numbers, also if empty; None if they are something else."""
+    """Return ``values`` as a flat array of numbers, also if empty; None if they are something
+    else."""
     try:
         found = np.asarray(values)
     # ragged, or a tensor elsewhere or in bfloat16
@@ -379,8 +380,8 @@ LARGEST_REWARD = 1e18
 
 
 def reward_number(value: Any, origin: str, role: str, why: str = "") -> float:
-    """``value`` as a finite float: Python's, NumPy's and torch's numbers (also an array of one),
-    bools, decimals.
+    """Return ``value`` as a finite float: Python's, NumPy's and torch's numbers (also an array of
+    one), bools, decimals.
 
     Args:
         origin: the function that returned it, in messages (`slime.user_code.loading.named`).

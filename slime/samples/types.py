@@ -490,8 +490,8 @@ class Group:
 
 
 def groups_from_nested(nested: list[Any], origin: str = "the rollout function") -> list[Group]:
-    """Groups from ``list[group][Sample]`` or, with fan-out, ``list[group][trajectory][Sample]``
-    (Groups pass through).
+    """Make groups from ``list[group][Sample]`` or, with fan-out,
+    ``list[group][trajectory][Sample]`` (Groups pass through).
 
     Samples of one group that share a ``rollout_id`` are one trajectory; in the three-level form
     they must have one.

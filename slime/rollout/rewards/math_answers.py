@@ -791,7 +791,8 @@ def _with_unit(text: str) -> Quantity | None:
 
 
 def _cuts(text: str, end: int) -> Iterable[tuple[str, str]]:
-    r"""Places where the unit may begin: where letters begin, and before a \frac of units."""
+    r"""Yield the places where the unit may begin: where letters begin, and before a \frac of
+    units."""
     while end < len(text) and text[end] == " ":
         end += 1
     yield text[:end], text[end:]
@@ -923,8 +924,8 @@ _MAY_EXCLUDE = (Words, Union_, Relation, Sequence_)
 
 
 def _excluded(answer: Any) -> list[Any] | None:
-    r"""Numbers that "all reals but …" leaves out, in any form: x \ne 2, ℝ \ {2}, two intervals that
-    meet at 2."""
+    r"""Return the numbers that "all reals but …" leaves out, in any form: x \ne 2, ℝ \ {2}, two
+    intervals that meet at 2."""
     if isinstance(answer, Words):
         found = _EXCEPT.fullmatch(answer.text)
         return _listed(_read(found[1], 2)) if found else None
@@ -1012,7 +1013,7 @@ def _of_number(number: Any) -> Quantity:
 
 
 def _step(body: Any) -> tuple[Any, Any] | None:
-    """(a, b) of a family a + b·k: the value at k = 0 and the step per k; None if it is not
+    """Return (a, b) of a family a + b·k: the value at k = 0 and the step per k; None if it is not
     linear."""
     body = _assigned_value(body) if isinstance(body, Relation) else body
     if not isinstance(body, Quantity) or symbols_of(body.node) != {"k_Z"}:
@@ -1478,7 +1479,7 @@ def _same_inequality(g: Relation, a: Relation) -> bool:
 
 
 def _upward(relation: Relation) -> tuple[Node, bool] | None:
-    """(f, strict) of the inequality f > 0 or f >= 0."""
+    """Return (f, strict) of the inequality f > 0 or f >= 0."""
     difference = _difference(relation)
     if difference is None or relation.signs[0] not in _MIRROR:
         return None
@@ -1758,7 +1759,7 @@ def _same_opaque(g: Opaque, a: Any) -> bool | None:
 
 
 def _all(verdicts: Iterable[bool | None]) -> bool | None:
-    """True if all verdicts are True, None if some are unknown and none is False."""
+    """Return True if all verdicts are True, None if some are unknown and none is False."""
     is_known = True
     for verdict in verdicts:
         if verdict is False:

@@ -32,7 +32,7 @@ _LONGEST_CLAUSE = 200
 
 
 def grade_math(response: str, label: Any, boxed_only: bool = False) -> float:
-    r"""1.0 if the response's answer equals the label, else 0.0.
+    r"""Return 1.0 if the response's answer equals the label, else 0.0.
 
     The answer is the last ``\boxed{…}``; boxes joined by a comma, "and" or "or" are a list. Without
     a box (unless ``boxed_only``) it is what follows the last "answer is" or "Answer:", else what
@@ -58,8 +58,8 @@ def grade_math(response: str, label: Any, boxed_only: bool = False) -> float:
 
 
 def grade_deepscaler(response: str, label: Any) -> float:
-    r"""1.0 if the text after the reasoning has the right answer in ``\boxed{…}``; 0.0 if reasoning
-    never ended."""
+    r"""Return 1.0 if the text after the reasoning has the right answer in ``\boxed{…}``; 0.0 if
+    reasoning never ended."""
     answer = after_thinking(response)
     return 0.0 if answer is None else grade_math(answer, label, boxed_only=True)
 

@@ -228,8 +228,8 @@ _NESTING = {
 
 
 def enclosed(text: str) -> tuple[str, str, str] | None:
-    r"""(opening bracket, content, closing bracket) if one pair of brackets encloses the whole text;
-    else None.
+    r"""Return (opening bracket, content, closing bracket) if one pair of brackets encloses the
+    whole text; else None.
 
     Example:
         >>> enclosed(r"\{1, 2\}"), enclosed("(1)(2)"), enclosed("[1, 2)")

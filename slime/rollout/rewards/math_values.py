@@ -518,7 +518,7 @@ def _atom(text: str) -> Node:
 
 
 def _selections(kind: str, n: Node, k: Node) -> Node:
-    """Combinations (C) or permutations (P) of k out of n."""
+    """Return the combinations (C) or permutations (P) of k out of n."""
     numbers = [node[1] for node in (n, k) if node[0] == "n"]
     if len(numbers) == 2 and not numbers[0] >= numbers[1]:
         raise NotMath("more are taken than there are")  # the point C(1, 2)

@@ -247,7 +247,8 @@ class RewardPool:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the last call: ``rollout/reward_timeout`` and ``rollout/reward_crash``."""
+        """Return the counts since the last call: ``rollout/reward_timeout`` and
+        ``rollout/reward_crash``."""
         counts = {
             f"rollout/reward_{name}": float(self._counts[name]) for name in ("timeout", "crash")
         }
@@ -368,7 +369,8 @@ class RewardPool:
         return fn
 
     def _checked(self, value: Any, origin: str, sample: Sample) -> Reward:
-        """``value`` as a finite float, or as a dict with one; zero if the function timed out.
+        """Return ``value`` as a finite float, or as a dict with one; zero if the function timed
+        out.
 
         Raises:
             UserError: names function, sample and value.

@@ -16,7 +16,8 @@ from slime.rollout.rewards.math_notation import plain_latex
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last ``\boxed{…}`` (or ``\fbox``) with balanced braces, None without one.
+    r"""Return the content of the last ``\boxed{…}`` (or ``\fbox``) with balanced braces, None
+    without one.
 
     Example:
         >>> last_boxed(r"so \boxed{1}, no: \boxed{\frac{1}{2}}.")
@@ -328,7 +329,7 @@ _CONTRASTED = re.compile(
 
 
 def grade_gpqa(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:
-    r"""1 if the letter chosen in the response is the right one.
+    r"""Return 1 if the letter chosen in the response is the right one.
 
     The last statement of a choice after ``</think>`` counts: a ``\boxed{…}``, "the answer is C", "I
     choose (C)", or a single letter. The English words "a" and "I" are not letters, and two letters
@@ -352,8 +353,8 @@ def grade_gpqa(response: str, label: Any, metadata: dict[str, Any] | None = None
 
 
 def valid_choices(metadata: dict[str, Any] | None) -> tuple[list[str], dict[str, Any]]:
-    """Letters that may be chosen, and the texts of the choices by letter ({} if the row has
-    none).
+    """Return the letters that may be chosen, and the texts of the choices by letter ({} if the row
+    has none).
 
     ``metadata["choices"]`` is a list of texts, a dict of them by letter, a list of objects with
     "label" and "text", or an object with a list of each; or the JSON text of one of these. Choices
@@ -482,7 +483,7 @@ def chosen_letter(text: str, letters: list[str], texts: dict[str, Any]) -> str |
 def _stated_letters(
     text: str, letters: list[str], texts: dict[str, Any]
 ) -> Iterator[tuple[int, str | None]]:
-    """Position and letter of each statement of a choice; None for a statement of several
+    """Yield the position and letter of each statement of a choice; None for a statement of several
     letters."""
     for position, start, end in boxed_spans(text):
         inner = text[start:end]
@@ -520,8 +521,8 @@ _WEAK = frozenset({
 
 
 def _letter_after(text: str, start: int, group: str) -> tuple[int, str | None, bool] | None:
-    """(position, letter or None for several, whether it is clearly a choice) of the letter after
-    ``start``."""
+    """Return (position, letter or None for several, whether it is clearly a choice) of the letter
+    after ``start``."""
     gap = _GAP.match(text, start)
     assert gap
     at = gap.end()
