@@ -26,6 +26,8 @@ from slime.engines.request_fields import (
 from slime.prompts.conversation import Messages, read_messages, read_text, read_tools
 from slime.samples.types import SampleStatus
 
+_ROLES = ("user", "assistant", "system")
+
 # -- requests --------------------------------------------------------------------------------------
 
 
@@ -42,11 +44,7 @@ def read(body: dict[str, Any], session: AgentSession) -> AgentRequest:
         system = read_text(body.get("system"), "system", join="\n")
     found: Messages = [{"role": "system", "content": system}] if system else []
     for index, message in enumerate(messages):
-        if not isinstance(message, dict) or message.get("role") not in (
-            "user",
-            "assistant",
-            "system",
-        ):
+        if not isinstance(message, dict) or message.get("role") not in _ROLES:
             raise BadRequest(
                 f"messages[{index}] must be an object with the role user or assistant", "messages"
             )

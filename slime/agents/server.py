@@ -109,9 +109,8 @@ class AgentServer:
         """Find the session of a key by its digest. The comparison takes constant time, so that it
         does not reveal other keys."""
         known, session = self._sessions.get(_digest(key), ("", None))
-        return (
-            session if hmac.compare_digest(known.encode(), key.encode(errors="replace")) else None
-        )
+        is_same = hmac.compare_digest(known.encode(), key.encode(errors="replace"))
+        return session if is_same else None
 
     @web.middleware
     async def _authenticated(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -119,12 +118,7 @@ class AgentServer:
         given = request.match_info.get("key") or request.headers.get("x-api-key") or ""
         session = self._session_of(given or (token.strip() if scheme.lower() == "bearer" else ""))
         if session is None:
-            raise Refusal(
-                "no such key, or its sample is done",
-                "invalid_api_key",
-                status=401,
-                kind="authentication_error",
-            )
+            raise Refusal("no such key, or its sample is done", "invalid_api_key", status=401)
         request[_SESSION] = session
         return await handler(request)
 

@@ -24,6 +24,8 @@ from slime.samples.types import Sample, SampleStatus
 logger = get_logger(__name__)
 
 _LARGEST_SEED = (1 << 31) - 1
+#: HTTP status of a refusal → its ``type`` in OpenAI's error object.
+_KINDS = {400: "invalid_request_error", 401: "authentication_error", 503: "unavailable"}
 
 
 class Refusal(Exception):
@@ -34,17 +36,10 @@ class Refusal(Exception):
         kind, code: ``type`` and ``code`` of OpenAI's error object.
     """
 
-    def __init__(
-        self,
-        message: str,
-        code: str | None = None,
-        *,
-        status: int = 400,
-        kind: str = "invalid_request_error",
-    ) -> None:
+    def __init__(self, message: str, code: str | None = None, *, status: int = 400) -> None:
         super().__init__(message)
         self.status = status
-        self.kind = kind
+        self.kind = _KINDS[status]
         self.code = code
 
 
@@ -122,9 +117,7 @@ class AgentSession:
                 the rollout ends, or no engine answers.
         """
         if self._is_over:  # the sample ended while the body arrived
-            raise Refusal(
-                "this sample is done", "invalid_api_key", status=401, kind="authentication_error"
-            )
+            raise Refusal("this sample is done", "invalid_api_key", status=401)
         # agents retry a 503 some thirty times, but not a 400; a retry would not reach an engine
         if self.failure is not None:
             raise Refusal(f"this sample has failed: {self.failure}", "sample_failed")
@@ -151,9 +144,7 @@ class AgentSession:
         self.sample.trace = sample.trace
         if sample.status is SampleStatus.ABORTED:
             self.was_cut = True
-            raise Refusal(
-                "the rollout ends: this sample will be begun anew", status=503, kind="unavailable"
-            )
+            raise Refusal("the rollout ends: this sample will be begun anew", status=503)
         if not sample.response_length:
             self._overflowing = place
             said = f"the prompt is too long: {len(place.prompt)} tokens fill the context"
@@ -176,7 +167,7 @@ class AgentSession:
             raise Refusal(error.what) from error
         except EngineError as error:
             self.failure = error
-            raise Refusal(str(error), status=503, kind="unavailable") from error
+            raise Refusal(str(error), status=503) from error
 
     def _params_for(self, ask: AgentRequest, place: TurnPosition) -> dict[str, Any]:
         params = dict(self.params)

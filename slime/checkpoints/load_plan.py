@@ -33,7 +33,7 @@ from slime.files import read_plain
 from slime.models.peft_config import is_adapter_dir
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoadPlan:
     """The weights to load and the rollout to start from.
 
@@ -53,11 +53,11 @@ class LoadPlan:
 
     kind: Literal["megatron", "hf"]
     path: Path
-    iteration: int | None
-    start_rollout_id: int
-    load_optimizer: bool
-    load_rng: bool
-    is_resume: bool
+    iteration: int | None = None
+    start_rollout_id: int = 0
+    load_optimizer: bool = False
+    load_rng: bool = False
+    is_resume: bool = False
     note: str
     damaged: tuple[Damage, ...] = ()
 
@@ -358,16 +358,7 @@ def _refuse_step(
 def _plan_weights_only(
     kind: Literal["megatron", "hf"], path: Path, note: str, start: int | None
 ) -> LoadPlan:
-    return LoadPlan(
-        kind=kind,
-        path=path,
-        iteration=None,
-        start_rollout_id=start or 0,
-        load_optimizer=False,
-        load_rng=False,
-        is_resume=False,
-        note=note,
-    )
+    return LoadPlan(kind=kind, path=path, start_rollout_id=start or 0, note=note)
 
 
 def _plan_resume(config: Config, root: Path, corrupt: Sequence[Damage]) -> LoadPlan:

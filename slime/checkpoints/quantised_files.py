@@ -12,6 +12,7 @@ verified (`slime.checkpoints.quantised_check`).
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -380,6 +381,15 @@ class _Conversion:
     convert: Callable[[_Task, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
     settings: Mapping[str, Any]
 
+    @functools.cached_property
+    def results(self) -> dict[str, Table]:
+        """Tables of the files to write; a file of the source may have no results."""
+        return {
+            file: {name: facts for task in tasks for name, facts in task.results.items()}
+            for file, tasks in self.plan.items()
+            if tasks
+        }
+
     def run(
         self, config: Mapping[str, Any], dtype: str | None, model_name: str | None
     ) -> Converted:
@@ -391,20 +401,15 @@ class _Conversion:
         """
         check_export(self.target, {"--hf_model_path": self.source})
         partial, kept = self._begin()
-        where = {
-            name: file
-            for file, tasks in self.plan.items()
-            for task in tasks
-            for name in task.results
-        }
-        for number, (file, tasks) in enumerate(self.plan.items(), start=1):
-            if file not in kept and tasks:
-                logger.info("file %d of %d: %s", number, len(self.plan), file)
-                write_stream(partial / file, _table(tasks), self._tensors(tasks))
-        files = [file for file, tasks in self.plan.items() if tasks]
+        where = {name: file for file, table in self.results.items() for name in table}
+        files = list(self.results)
+        for number, (file, table) in enumerate(self.results.items(), start=1):
+            if file not in kept:
+                logger.info("file %d of %d: %s", number, len(files), file)
+                write_stream(partial / file, table, self._tensors(self.plan[file]))
         if files != [SINGLE]:
             index = {
-                "metadata": {"total_size": _size(self.plan)},
+                "metadata": {"total_size": _size(self.results)},
                 "weight_map": dict(sorted(where.items())),
             }
             write_atomically(
@@ -441,9 +446,7 @@ class _Conversion:
         for unfinished in partial.glob(".*.tmp"):
             unfinished.unlink()
         return partial, {
-            file
-            for file, tasks in self.plan.items()
-            if tasks and _is_whole(partial / file, _table(tasks))
+            file for file, table in self.results.items() if _is_whole(partial / file, table)
         }
 
     def _tensors(self, tasks: Iterable[_Task]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -467,8 +470,8 @@ class _Conversion:
     def _verify(self, partial: Path, model_name: str | None) -> str:
         """Check the written files, index and headers against the plan, and the model for
         completeness."""
-        for file, tasks in self.plan.items():
-            if tasks and not _is_whole(partial / file, _table(tasks)):
+        for file, table in self.results.items():
+            if not _is_whole(partial / file, table):
                 raise UserError(
                     f"{partial / file} is not as it was written", fix="start the conversion again"
                 )
@@ -483,10 +486,6 @@ class _Conversion:
         return count_summary(reader, spec)
 
 
-def _table(tasks: Iterable[_Task]) -> Table:
-    return {name: facts for task in tasks for name, facts in task.results.items()}
-
-
 def _is_whole(path: Path, table: Table) -> bool:
     try:
         return path.is_file() and read_table(path) == table
@@ -494,8 +493,7 @@ def _is_whole(path: Path, table: Table) -> bool:
         return False
 
 
-def _size(plan: Mapping[str, list[_Task]]) -> int:
-    tables = {file: _table(tasks) for file, tasks in plan.items()}
+def _size(tables: Mapping[str, Table]) -> int:
     return sum(
         math.prod(shape) * dtype_of(dtype).itemsize for dtype, shape in merged(tables).values()
     )

@@ -231,7 +231,7 @@ def _source(options: argparse.Namespace) -> LoadPlan:
     require_directory("--load_path", path)
     if (path / ".metadata").is_file():
         check_complete(path)
-        return LoadPlan("megatron", path, None, 0, False, False, False, f"weights from {path}")
+        return LoadPlan(kind="megatron", path=path, note=f"weights from {path}")
     if read_tracker(path) is None and not saved_iterations(path):
         if is_hf_dir(path):
             raise UserError(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slime.prompts.conversation import Messages
-from slime.prompts.problems import NEVER, RowProblem, missing_key
+from slime.prompts.problems import RowProblem, missing_key, remark
 
 T = TypeVar("T")
 
@@ -136,21 +136,19 @@ def odd_pair(
     scores = _scores(row, columns)
     if scores is not None and scores[0] < scores[1]:
         found.append(
-            RowProblem(
+            remark(
                 "have a rejected answer with a higher score than the chosen one",
                 f"the first: {scores[0]:g} for the chosen one, {scores[1]:g} for the rejected one",
                 "check --chosen-key and --rejected-key",
-                refuse_at=NEVER,
             )
         )
     chosen, rejected = (_without_blanks(answers[name]) for name in ("chosen", "rejected"))
     if chosen == rejected and answers["chosen"] != answers["rejected"]:
         found.append(
-            RowProblem(
+            remark(
                 "have answers that differ only in blanks",
                 f"the first: {answers['chosen']!r:.120}",
                 "remove these rows, if blanks are not what is to be learned",
-                refuse_at=NEVER,
             )
         )
     return found

@@ -31,7 +31,7 @@ from slime.prompts.conversation import Messages, UnreadKeys
 from slime.prompts.dataset_folders import TRAINING
 from slime.prompts.labels import compares_labels
 from slime.prompts.preference_rows import PreferenceColumns
-from slime.prompts.problems import NEVER, Problems, RowProblem
+from slime.prompts.problems import Problems, RowProblem, remark
 from slime.prompts.readers import Row, Rows, open_rows, split_slice
 from slime.prompts.row_format import Prompt, RowFormat, inputs_of, read_prompt
 from slime.prompts.text_remarks import is_untemplated
@@ -128,7 +128,7 @@ class Scan:
             detail = f"the first contradicts {first}"
             harm = "what one row prefers, the other rejects"
         fix = f"keep the right one: {harm}"
-        self.problems.add(where, RowProblem(kind, detail, fix, refuse_at=NEVER))
+        self.problems.add(where, remark(kind, detail, fix))
 
     def note_label(self, label: Any, count: int = 1) -> None:
         """Count rows with a label, or with several if it is None."""
@@ -194,9 +194,8 @@ class Scan:
         tolerated = self.problems.tolerated(self.num_checked)
         found = tolerated.warnings(path, self.num_checked, has_more=has_more)
         if self.too_long:
-            rows = f"{self.num_checked} prompts"
-            if has_more:
-                rows = f"the {rows} checked"
+            count = self.num_checked
+            rows = f"the {count} prompts checked" if has_more else f"{count} prompts"
             found.append(
                 f"{path}: {self.too_long} of {rows} are longer than {checker.max_tokens} tokens "
                 f"and left out (the longest: {self.longest}; {checker.limit_flags}; first: "
@@ -309,8 +308,8 @@ class Checker:
                 found.problems.add(where, problem)
                 continue
             found.unread.add(prompt.unread_columns, prompt.unread_keys)
-            for remark in prompt.remarks:
-                found.problems.add(where, remark)
+            for one in prompt.remarks:
+                found.problems.add(where, one)
             if self.markers and carries_template(prompt.bare, self.markers):
                 found.templated += 1
                 found.first_templated = found.first_templated or where
@@ -464,8 +463,7 @@ def positions_to_check(num_rows: int) -> Sequence[int]:
     head = np.arange(SAMPLED_ROWS)
     tail = np.arange(num_rows - SAMPLED_ROWS, num_rows)
     between = np.linspace(SAMPLED_ROWS, num_rows - SAMPLED_ROWS - 1, SAMPLED_ROWS).astype(np.int64)
-    chosen: list[int] = np.unique(np.concatenate([head, between, tail])).tolist()
-    return chosen
+    return [int(row) for row in np.unique(np.concatenate([head, between, tail]))]
 
 
 # -- rows that were checked before the launch ------------------------------------------------------

@@ -60,6 +60,11 @@ class RowProblem(Exception):
         return UserError(f"{where}: rows here {self.kind}", why=self.detail, fix=self.fix)
 
 
+def remark(kind: str, detail: str = "", fix: str = "") -> RowProblem:
+    """Make a problem that never refuses the launch, with the arguments of `RowProblem`."""
+    return RowProblem(kind, detail, fix, refuse_at=NEVER)
+
+
 #: End of a flag → what data sets usually call its column.
 _USUAL = {
     "input-key": ("prompt", "question", "problem", "messages", "instruction", "query", "text",

@@ -252,8 +252,7 @@ def sample_seed(rollout_seed: int, index: int) -> int:
 
 def context_limit(*limits: int | None) -> int | None:
     """Return the smallest of the limits that are set."""
-    given = [limit for limit in limits if limit]
-    return min(given) if given else None
+    return min((limit for limit in limits if limit), default=None)
 
 
 # -- the built-in function -------------------------------------------------------------------------
@@ -532,10 +531,10 @@ def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:
             templated = state is not None and state.templated
             ids = with_opening(tokenizer, sample.prompt, ids, templated=templated)
     else:
-        tools = sample.metadata.get("tools")
         kwargs = sample.apply_chat_template_kwargs
         if state is not None:
             kwargs = state.template_kwargs_for(sample)
+        tools = sample.metadata.get("tools")
         text = render_messages(tokenizer, sample.prompt, tools=tools, **kwargs)
         ids = list(tokenizer.encode(text, add_special_tokens=False))
     if not ids:

@@ -190,12 +190,9 @@ class RolloutLoop:
             await clean_up()
         if self._watched is not None:
             self._watched.stop()
-        if self._client is not None:
-            await self._client.close()
-        if self._rewards is not None:
-            await self._rewards.close()
-        if self._teachers is not None:
-            await self._teachers.close()
+        for part in (self._client, self._rewards, self._teachers):
+            if part is not None:
+                await part.close()
         self._client = self._rewards = None
         forget_states(self.args)
 

@@ -93,9 +93,8 @@ class EngineSync:
         faults = config.fault_tolerance
         # an engine that stops answering is restarted
         self._patience = faults.rollout_health_check_timeout if faults.use_fault_tolerance else None
-        self._control_seconds = min(
-            self._patience or deadlines.SYNC_CONTROL, deadlines.SYNC_CONTROL
-        )
+        limit = deadlines.SYNC_CONTROL
+        self._control_seconds = min(self._patience or limit, limit)
 
     def close(self) -> None:
         """Close connections."""
@@ -165,7 +164,6 @@ class WeightSync(EngineSync):
         self._gloo: dist.ProcessGroup | None = None
         self._num_pushes = 0
         self._opens_layers = False
-        self._has_sent = False
         # a push failed after its pause: engines may hold a mix of weights, and open layers
         self._is_interrupted = False
         self._last_seconds = 0.0
@@ -242,11 +240,9 @@ class WeightSync(EngineSync):
                 ]
                 if self._prepare_check(route, engines, stages):
                     assert self._check is not None
+                    compared = digest_to_json(self._check.digest)
                     nbytes = [stage.nbytes for stage in stages]
-                    connected.value = {
-                        "digest": digest_to_json(self._check.digest),
-                        "nbytes": nbytes,
-                    }
+                    connected.value = {"digest": compared, "nbytes": nbytes}
         if connected.value is None:
             return False
         nbytes = connected.value["nbytes"]
@@ -531,9 +527,8 @@ class _StageContents:
 
         Shapes need one gathering of all weights, which also sets up the communicators.
         """
-        shapes = (
-            {name: list(tensor.shape) for name, tensor in source.tensors()} if with_shapes else {}
-        )
+        tensors = source.tensors() if with_shapes else ()
+        shapes = {name: list(tensor.shape) for name, tensor in tensors}
         return _StageContents(source.names(), source.nbytes(), shapes)
 
 
@@ -552,10 +547,9 @@ class _StageSent:
 
     @staticmethod
     def merged(stages: Sequence[_StageSent]) -> _StageSent:
+        num_tensors = sum(stage.amount.num_tensors for stage in stages)
         return _StageSent(
-            Transferred(
-                sum(s.amount.num_tensors for s in stages), sum(s.amount.nbytes for s in stages)
-            ),
+            Transferred(num_tensors, sum(stage.amount.nbytes for stage in stages)),
             [name for stage in stages for name in stage.names],
             {name: digest for stage in stages for name, digest in stage.fingerprints.items()},
             [name for stage in stages for name in stage.zeros],

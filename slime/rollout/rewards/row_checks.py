@@ -11,7 +11,7 @@ from typing import Any
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.prompts.labels import compares_labels
-from slime.prompts.problems import NEVER, RowProblem
+from slime.prompts.problems import NEVER, RowProblem, remark
 from slime.prompts.row_format import Prompt, rewards_may_be_missing
 from slime.rollout.eval_datasets import EvalDataset
 from slime.rollout.rewards.instructions import (
@@ -125,21 +125,19 @@ class RewardJudge:
         if not compares_labels(rm_type) or not asked or not label:
             return None
         if asked == label:
-            return RowProblem(
+            return remark(
                 "have their prompt as the label",
                 f"the first: {label!r:.80}",
                 f"name the column of the right answers ({self.label_flag})",
-                refuse_at=NEVER,
             )
         is_last = asked.rstrip(" \n.$}").endswith(label)
         if is_last and re.search(
             rf"{_ANSWER}{re.escape(label)}[\s.$}}]*$", asked[-len(label) - 80 :]
         ):
-            return RowProblem(
+            return remark(
                 "have a prompt that ends with its own answer",
                 f"the first ends with {asked[-80:]!r}",
                 "take the answer out of the prompt",
-                refuse_at=NEVER,
             )
         return None
 
