@@ -101,10 +101,8 @@ def foreign(headers: Mapping[str, str], *, on_loopback: bool) -> str:
             place = ""
         if not is_loopback(name) and (on_loopback or place.lower() != host.lower()):
             return f"it answers no page of another origin ({origin[:100]})"
-    if (
-        headers.get("Sec-Fetch-Site") == "cross-site"
-        and headers.get("Sec-Fetch-Mode") != "navigate"
-    ):
+    mode = headers.get("Sec-Fetch-Mode")
+    if headers.get("Sec-Fetch-Site") == "cross-site" and mode != "navigate":
         return "it answers no page of another site"
     return ""
 
@@ -248,12 +246,8 @@ def guard(token: str | None, cookie: str) -> Middleware:
 
 
 def _words(request: web.Request, cookie: str) -> list[str]:
-    words = (
-        request.cookies.get(cookie),
-        request.headers.get(TOKEN_HEADER),
-        request.query.get("token"),
-    )
-    return [word for word in words if word]
+    in_head = (request.cookies.get(cookie), request.headers.get(TOKEN_HEADER))
+    return [word for word in (*in_head, request.query.get("token")) if word]
 
 
 def _same(given: str, token: str) -> bool:
