@@ -14,8 +14,8 @@ import_paths.install()
 
 
 def __getattr__(name: str) -> Any:
-    """The Python interface (`slime.run.api`), imported at its first use: `slime --help` does not
-    need it."""
+    """Return the Python interface (`slime.run.api`), imported at its first use: `slime --help` does
+    not need it."""
     if name not in __all__:
         raise AttributeError(f"module 'slime' has no attribute '{name}'")
     from slime.run import api

@@ -190,7 +190,9 @@ def _status_of(action: Callable[[], int]) -> int:
         if shown is None or is_debugging():
             raise
         # from a Ray actor comes a subclass of UserError, whose str() is the remote traceback
-        text = redact_text("\n".join([UserError.__str__(shown), *_notes(error)]))
+        # `add_note` added e.g. where the crash folder is
+        notes = [f"  {note}" for note in getattr(error, "__notes__", ())]
+        text = redact_text("\n".join([UserError.__str__(shown), *notes]))
         print(f"error: {text}", file=sys.stderr)
         return shown.exit_status
     except KeyboardInterrupt as error:
@@ -225,9 +227,8 @@ def _not_installed(error: ModuleNotFoundError) -> UserError | None:
     if (package.parent / "pyproject.toml").is_file():
         what = f"-e {package.parent}"
     fix = f"in a virtual environment: pip install {what}"
-    if (environment / "bin" / "activate").is_file() and Path(
-        sys.prefix
-    ).resolve() != environment.resolve():
+    is_active = Path(sys.prefix).resolve() == environment.resolve()
+    if (environment / "bin" / "activate").is_file() and not is_active:
         fix = f". {environment}/bin/activate"  # made by `make`
     return UserError(
         f"the module {name} is not installed for {sys.executable}",
@@ -235,11 +236,6 @@ def _not_installed(error: ModuleNotFoundError) -> UserError | None:
         "needs",
         fix=fix,
     )
-
-
-def _notes(error: BaseException) -> list[str]:
-    """What `add_note` added, e.g. where the crash folder is."""
-    return [f"  {note}" for note in getattr(error, "__notes__", ())]
 
 
 if __name__ == "__main__":

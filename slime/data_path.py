@@ -56,8 +56,8 @@ def split_name(path: str) -> tuple[str, str | None]:
 
 
 def row_suffix(path: str) -> str:
-    """The suffix that says how a file's rows are read, without that of a compression; "" for other
-    files.
+    """Return the suffix that says how a file's rows are read, without that of a compression; "" for
+    other files.
 
     Example:
         >>> row_suffix("train.jsonl.gz"), row_suffix("train.parquet"), row_suffix("notes.txt")

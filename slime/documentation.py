@@ -14,7 +14,7 @@ _PAGE = re.compile(r"\bdocs/([\w-]+\.md(?:#[\w-]+)?)")
 
 
 def doc_url(page: str) -> str:
-    """The URL of a page of ``docs/``, for a message.
+    """Return the URL of a page of ``docs/``, for a message.
 
     Args:
         page: the file's name, optionally with the anchor of a section.

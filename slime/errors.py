@@ -73,8 +73,8 @@ def several(errors: Sequence[UserError]) -> UserError:
 
 
 def is_debugging() -> bool:
-    """Whether ``SLIME_DEBUG`` is set, to anything but 0: errors have tracebacks, and logs are at
-    level DEBUG."""
+    """Tell whether ``SLIME_DEBUG`` is set, to anything but 0: errors have tracebacks, and logs are
+    at level DEBUG."""
     return os.environ.get("SLIME_DEBUG", "0") not in ("", "0")
 
 
@@ -109,7 +109,8 @@ class RunFailed(UserError):
 
 
 def name_and_text(error: BaseException) -> str:
-    """The class and the message of an error, also of a user's class whose message cannot be made.
+    """Return the class and the message of an error, also of a user's class whose message cannot be
+    made.
 
     Example:
         >>> name_and_text(ValueError("too long"))

@@ -20,6 +20,12 @@ _MAX_DEPTH = 12
 _INT64 = 1 << 63
 
 
+def repeated_key(pairs: list[tuple[str, Any]]) -> str:
+    """Return the first key that comes twice in a JSON object."""
+    names = [name for name, _ in pairs]
+    return next(name for name in names if names.count(name) > 1)
+
+
 def json_safe(value: Any, max_text: int = 0, _depth: int = 0) -> Any:
     """``value`` in JSON types only: non-finite floats become None, unknown objects their repr.
 
@@ -49,7 +55,7 @@ def json_safe(value: Any, max_text: int = 0, _depth: int = 0) -> Any:
 
 
 def dump_line(value: dict[str, Any]) -> bytes:
-    """The JSON text of an object, and a newline."""
+    """Return the JSON text of an object, and a newline."""
     return orjson.dumps(value) + b"\n"
 
 
@@ -94,7 +100,7 @@ _PIECE_BYTES = 1 << 16
 
 
 def content_fingerprint(path: Path, *, whole: bool = False) -> str:
-    """A hash of the content of a file, or of all files in a folder; "" if there is no file.
+    """Return a hash of the content of a file, or of all files in a folder; "" if there is no file.
 
     Args:
         whole: read large files completely, up to a gigabyte in total.
@@ -131,7 +137,7 @@ def bring_to_disk(path: Path) -> None:
 
 
 def read_plain(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of a regular file.
+    """Return the bytes of a regular file.
 
     Raises:
         OSError: it is not a regular file (a pipe would block), or cannot be read.
@@ -144,7 +150,7 @@ def read_plain(path: str | os.PathLike[str]) -> bytes:
 
 
 def parse_json(content: bytes) -> Any:
-    """The value of a JSON text. A byte order mark, UTF-16 and NaN are accepted.
+    """Return the value of a JSON text. A byte order mark, UTF-16 and NaN are accepted.
 
     Raises:
         ValueError: it is not JSON; the message says where.
@@ -159,7 +165,7 @@ def parse_json(content: bytes) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; {} if there is none, or it cannot be read."""
+    """Return the JSON object in a file; {} if there is none, or it cannot be read."""
     try:
         value = parse_json(read_plain(path))
     except (OSError, ValueError):
@@ -168,8 +174,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a JSONL file; [] if it cannot be read. Lines that are not an object are
-    skipped: a line may be incomplete while it is written, or after a crash."""
+    """Return the JSON objects of a JSONL file; [] if it cannot be read. Lines that are not an
+    object are skipped: a line may be incomplete while it is written, or after a crash."""
     rows = []
     try:
         content = read_plain(path)
@@ -186,7 +192,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def entries_of(folder: Path) -> list[Path]:
-    """The paths in a folder, sorted; [] if the folder is missing or cannot be read."""
+    """Return the paths in a folder, sorted; [] if the folder is missing or cannot be read."""
     try:
         return sorted(folder.iterdir())
     except OSError:

@@ -38,7 +38,7 @@ HEADERS = {
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to listen on can be reached only from this host.
+    """Tell whether an address to listen on can be reached only from this host.
 
     Example:
         >>> tuple(map(is_loopback, ("127.0.0.1", "::1", "localhost", "0.0.0.0")))
@@ -50,8 +50,18 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def host_in_url(host: str) -> str:
+    """Return a host as a URL has it: an IPv6 address in brackets.
+
+    Example:
+        >>> host_in_url("10.0.0.7"), host_in_url("::1")
+        ('10.0.0.7', '[::1]')
+    """
+    return f"[{host}]" if ":" in host else host
+
+
 def host_of(header: str) -> str:
-    """The name in a Host header, without port and brackets.
+    """Return the name in a Host header, without port and brackets.
 
     Example:
         >>> host_of("localhost:8265"), host_of("[::1]:8265"), host_of("evil.example")
@@ -91,10 +101,8 @@ def foreign(headers: Mapping[str, str], *, on_loopback: bool) -> str:
             place = ""
         if not is_loopback(name) and (on_loopback or place.lower() != host.lower()):
             return f"it answers no page of another origin ({origin[:100]})"
-    if (
-        headers.get("Sec-Fetch-Site") == "cross-site"
-        and headers.get("Sec-Fetch-Mode") != "navigate"
-    ):
+    mode = headers.get("Sec-Fetch-Mode")
+    if headers.get("Sec-Fetch-Site") == "cross-site" and mode != "navigate":
         return "it answers no page of another site"
     return ""
 
@@ -133,7 +141,7 @@ _INFERENCE = (
 
 
 def is_inference(path: str) -> bool:
-    """Whether a route only generates or reports; any other route may change the server or its
+    """Tell whether a route only generates or reports; any other route may change the server or its
     weights.
 
     Example:
@@ -198,7 +206,7 @@ class AsgiGuard:
 
 
 def guard(token: str | None, cookie: str) -> Middleware:
-    """The access middleware of `slime watch`.
+    """Return the access middleware of `slime watch`.
 
     Args:
         token: that requests need; None on loopback.
@@ -238,12 +246,8 @@ def guard(token: str | None, cookie: str) -> Middleware:
 
 
 def _words(request: web.Request, cookie: str) -> list[str]:
-    words = (
-        request.cookies.get(cookie),
-        request.headers.get(TOKEN_HEADER),
-        request.query.get("token"),
-    )
-    return [word for word in words if word]
+    in_head = (request.cookies.get(cookie), request.headers.get(TOKEN_HEADER))
+    return [word for word in (*in_head, request.query.get("token")) if word]
 
 
 def _same(given: str, token: str) -> bool:

@@ -28,8 +28,8 @@ _MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.tik
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether ``path`` can only be a name on the hub: it has the form org/name, and no local folder
-    org exists.
+    """Tell whether ``path`` can only be a name on the hub: it has the form org/name, and no local
+    folder org exists.
 
     Example:
         >>> (is_hub_name("Qwen/Qwen3-0.6B"), is_hub_name("./Qwen/Qwen3-0.6B"),
@@ -42,7 +42,7 @@ def is_hub_name(path: str) -> bool:
 
 
 def hub_name(path: str) -> str | None:
-    """The hub name of a file or folder in the hub's local cache; None for any other path.
+    """Return the hub name of a file or folder in the hub's local cache; None for any other path.
 
     Example:
         >>> hub_name("/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/0a1b")
@@ -65,7 +65,7 @@ def shown_path(path: str) -> str:
 
 
 def dataset_name(path: str) -> str | None:
-    """The hub data set in ``org/name[/inside][:split][@[a:b]]``; None for a local path.
+    """Return the hub data set in ``org/name[/inside][:split][@[a:b]]``; None for a local path.
 
     Example:
         >>> dataset_name("openai/gsm8k/main:test@[:100]"), dataset_name("train.jsonl")
@@ -94,7 +94,7 @@ def local_data(path: str, *, download: bool = True) -> str:
 
 
 def fetch_model(name: str) -> Path:
-    """The local copy of a model of the hub; missing files are downloaded.
+    """Return the local copy of a model of the hub; missing files are downloaded.
 
     Raises:
         UserError: the hub cannot be reached, or does not have the model.
@@ -107,7 +107,7 @@ def fetch_model(name: str) -> Path:
 
 
 def fetch_dataset(name: str) -> Path:
-    """The local copy of a data set of the hub: a folder that `slime.prompts.readers` reads.
+    """Return the local copy of a data set of the hub: a folder that `slime.prompts.readers` reads.
 
     Raises:
         UserError: as `fetch_model`.
@@ -118,7 +118,7 @@ def fetch_dataset(name: str) -> Path:
 
 
 def _downloaded(name: str) -> Path | None:
-    """The local copy of a data set; None if there is none."""
+    """Return the local copy of a data set; None if there is none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -129,8 +129,8 @@ def _downloaded(name: str) -> Path | None:
 
 
 def is_there(name: str, kind: str) -> bool:
-    """Whether a model ("model") or data set ("dataset") has a local copy; False: only the hub has
-    it. Downloads nothing.
+    """Tell whether a model ("model") or data set ("dataset") has a local copy; False: only the hub
+    has it. Downloads nothing.
 
     Raises:
         UserError: as `fetch_model`.
@@ -228,7 +228,7 @@ def _hub_errors(name: str) -> Iterator[None]:
 
 
 def hub_token(repo: str) -> str:
-    """The token to upload with: HF_TOKEN, or what `hf auth login` stored.
+    """Return the token to upload with: HF_TOKEN, or what `hf auth login` stored.
 
     Raises:
         UserError: there is none.

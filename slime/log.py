@@ -21,7 +21,7 @@ from slime.redact import Redacting, redact_text, remember
 
 _ROOT = "slime"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-_MOST_UNTOLD = 100
+_MAX_UNTOLD = 100
 #: Warnings of a process without a terminal that the driver has not printed yet, and keys of the
 #: warnings that were already logged once.
 _untold: list[str] = []
@@ -59,7 +59,7 @@ class _CurrentStderrHandler(logging.StreamHandler[TextIO]):
 
 
 def get_logger(name: str) -> logging.Logger:
-    """A standard logger below ``slime``: pass ``__name__``, or a topic ("rewards" becomes
+    """Return a standard logger below ``slime``: pass ``__name__``, or a topic ("rewards" becomes
     "slime.rewards")."""
     return logging.getLogger(
         name if name == _ROOT or name.startswith(_ROOT + ".") else f"{_ROOT}.{name}"
@@ -80,7 +80,7 @@ def tell(logger: logging.Logger, text: str, *args: object, once: str = "") -> No
         _said.add(once)
     logger.warning(text, *args, stacklevel=2)
     _untold.append(text % args if args else text)
-    del _untold[:-_MOST_UNTOLD]  # with a terminal, `untold` is never called
+    del _untold[:-_MAX_UNTOLD]  # with a terminal, `untold` is never called
 
 
 def untold() -> list[str]:
@@ -91,7 +91,7 @@ def untold() -> list[str]:
 
 
 def log_level(level: str | None = None) -> int:
-    """The numeric level: DEBUG if `is_debugging`, else ``level``, else INFO.
+    """Return the numeric level: DEBUG if `is_debugging`, else ``level``, else INFO.
 
     Raises:
         UserError: there is no such level.

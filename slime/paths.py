@@ -33,7 +33,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "ci_load_grad_norm": _OF_STEP,
 }
 #: At most so many rollouts' paths are compared at launch.
-_MOST_COMPARED = 1000
+_MAX_COMPARED = 1000
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Evaluation:
 
 
 def fill(pattern: str, rollout_id: int | Evaluation, step_id: int = 0, role: str = "actor") -> Path:
-    """The path of a rollout, or of one of its optimizer steps.
+    """Return the path of a rollout, or of one of its optimizer steps.
 
     Raises:
         KeyError, IndexError, ValueError: the pattern is one that `check` refuses.
@@ -81,7 +81,7 @@ def check(
         paths = (
             []
             if unknown
-            else [str(fill(pattern, i)) for i in range(max(1, min(num_rollout, _MOST_COMPARED)))]
+            else [str(fill(pattern, i)) for i in range(max(1, min(num_rollout, _MAX_COMPARED)))]
         )
         why = f"; there is no {{{unknown[0]}}}" if unknown else ""
         if not unknown:
@@ -104,12 +104,12 @@ def check(
 
 
 def literal(path: str) -> str:
-    """The pattern of exactly this path: braces are escaped."""
+    """Return the pattern of exactly this path: braces are escaped."""
     return path.replace("{", "{{").replace("}", "}}")
 
 
 def names_rollout(pattern: str) -> bool:
-    """Whether each rollout has a path of its own."""
+    """Tell whether each rollout has a path of its own."""
     return ROLLOUT in _fields(pattern)
 
 
@@ -125,7 +125,7 @@ def with_rollout(pattern: str) -> str:
 
 
 def has_fields(pattern: str) -> bool:
-    """Whether a pattern has fields, or an unmatched brace."""
+    """Tell whether a pattern has fields, or an unmatched brace."""
     try:
         return any(True for _ in _fields(pattern))
     except ValueError:  # an unmatched brace
@@ -133,7 +133,7 @@ def has_fields(pattern: str) -> bool:
 
 
 def _fields(pattern: str) -> Iterator[str]:
-    """Names of the fields, including fields inside format specs."""
+    """Yield the names of the fields, including fields inside format specs."""
     for _, name, spec, _ in string.Formatter().parse(pattern):
         if name is not None:
             yield name
@@ -141,7 +141,7 @@ def _fields(pattern: str) -> Iterator[str]:
 
 
 def fixed_folder(pattern: str) -> Path:
-    """The folder that contains the paths of all rollouts; a path without fields is returned.
+    """Return the folder that contains the paths of all rollouts; a path without fields is returned.
 
     >>> str(fixed_folder("exports/run1_{rollout_id}/model"))
     'exports'
@@ -157,8 +157,8 @@ def fixed_folder(pattern: str) -> Path:
 
 
 def found(pattern: str) -> list[tuple[Path, int | None]]:
-    """The existing paths of rollouts, without evaluations, sorted by rollout; its number is None if
-    the pattern has no ``{rollout_id}``.
+    """Return the existing paths of rollouts, without evaluations, sorted by rollout; its number is
+    None if the pattern has no ``{rollout_id}``.
 
     A path matches if the pattern, filled in with the number read from it, gives the same path. So
     every format of integers is recognised.

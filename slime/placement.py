@@ -116,8 +116,8 @@ _BY_STAGE = (
 
 
 def critic_placed(config: Config) -> Config:
-    """The configuration for the ranks of a critic on its own GPUs: the critic's GPUs and parallel
-    sizes replace the policy's."""
+    """Return the configuration for the ranks of a critic on its own GPUs: the critic's GPUs and
+    parallel sizes replace the policy's."""
     own = config.critic
     megatron = config.megatron
     if own.critic_pipeline_model_parallel_size != megatron.pipeline_model_parallel_size:

@@ -101,7 +101,8 @@ _BARE = -1
 
 
 def is_secret(name: str) -> bool:
-    """Whether the name of a flag, YAML key, environment variable, header or field means a secret.
+    """Tell whether the name of a flag, YAML key, environment variable, header or field means a
+    secret.
 
     Example:
         >>> secrets = "--wandb-key", "HF_TOKEN", "judgeApiKey", "X-Api-Key", "db_password"
@@ -162,7 +163,7 @@ _PROSE = _words("has is needs names and or too out with without to in of")
 
 
 def _hides(grade: int, value: Any) -> bool:
-    """Whether a value whose name has this grade is hidden."""
+    """Tell whether a value whose name has this grade is hidden."""
     if not grade or value is None or isinstance(value, bool):
         return False
     if not isinstance(value, str):
@@ -182,7 +183,7 @@ def _hides(grade: int, value: Any) -> bool:
 #: Characters; shorter values are words that occur in every log ("1", "true", "none").
 _LEAST = 6
 #: The same for a line of a multi-line secret, such as a private key.
-_LEAST_LINE = 16
+_MIN_LINE = 16
 _PRIVATE_KEY = re.compile(
     r"(?P<before>-----BEGIN [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----)(?P<secret>.{1,16000}?)"
     r"(?P<after>-----END [A-Z ]{0,30}PRIVATE KEY|\Z)",
@@ -405,7 +406,7 @@ def _looks_random(value: str) -> bool:
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """A setting with its secrets hidden, at any depth of dicts and lists.
+    """Return a setting with its secrets hidden, at any depth of dicts and lists.
 
     Args:
         name: the setting's name: a flag, a key, a variable.
@@ -418,7 +419,7 @@ def redacted(value: Any, name: str = "") -> Any:
 
 
 def redact_argv(argv: list[str]) -> list[str]:
-    """A command line with its secrets hidden.
+    """Return a command line with its secrets hidden.
 
     Example:
         >>> redact_argv(["train.py", "--wandb-key", "abc", "--wandb-key=abc", "--lr", "1"])
@@ -428,8 +429,8 @@ def redact_argv(argv: list[str]) -> list[str]:
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
-    """A text with its secrets hidden: those that this process knows (`remember`), and values that
-    have the format or the name of a secret.
+    """Return a text with its secrets hidden: those that this process knows (`remember`), and values
+    that have the format or the name of a secret.
 
     Args:
         secrets: further values to hide, wherever they occur.
@@ -445,7 +446,7 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def secrets_in(value: Any, name: str = "") -> set[str]:
-    """The parts of a setting that `redacted` hides.
+    """Return the parts of a setting that `redacted` hides.
 
     Example:
         >>> sorted(secrets_in({"MY_TOKEN": "abcdefgh", "url": "https://me:pw@host/"}))
@@ -468,7 +469,7 @@ def remember(*values: Any) -> None:
 
 @lru_cache(maxsize=8)
 def _pattern(secrets: frozenset[str]) -> re.Pattern[str] | None:
-    """A pattern of all spellings of these values, longest first; None if there are none."""
+    """Return a pattern of all spellings of these values, longest first; None if there are none."""
     shapes = {shape for value in secrets if len(value) >= _LEAST for shape in _shapes(value)}
     shapes.discard(HIDDEN)
     ordered = sorted(shapes, key=len, reverse=True)
@@ -476,14 +477,14 @@ def _pattern(secrets: frozenset[str]) -> re.Pattern[str] | None:
 
 
 def _shapes(secret: str) -> Iterable[str]:
-    """The spellings of a secret in texts: plain, in JSON, in a Python literal, in a URL, and each
-    line of a multi-line secret."""
+    """Yield the spellings of a secret in texts: plain, in JSON, in a Python literal, in a URL, and
+    each line of a multi-line secret."""
     yield secret
     yield json.dumps(secret)[1:-1]
     yield json.dumps(secret, ensure_ascii=False)[1:-1]
     yield repr(secret)[1:-1]
     yield quote(secret, safe="")
-    yield from (line for line in secret.splitlines() if len(line) >= _LEAST_LINE)
+    yield from (line for line in secret.splitlines() if len(line) >= _MIN_LINE)
 
 
 class Redacting:

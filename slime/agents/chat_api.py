@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from slime.agents.conversation import Ask, clean
+from slime.agents.conversation import AgentRequest, clean
 from slime.agents.session import AgentSession
 from slime.agents.turns import Turn
 from slime.engines import chat_answers
@@ -32,7 +32,7 @@ _UNSUPPORTED = (
 )  # fmt: skip
 
 
-def read(body: dict[str, Any], session: AgentSession) -> Ask:
+def read(body: dict[str, Any], session: AgentSession) -> AgentRequest:
     """Check and read a request body. Advisory fields (reasoning_effort, user, …) and other sampling
     parameters are ignored.
 
@@ -52,7 +52,7 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
         raise BadRequest(
             f"chat_template_kwargs must be without {', '.join(ours)}", "chat_template_kwargs"
         )
-    return Ask(
+    return AgentRequest(
         messages=clean(session.read_messages(partial(read_messages, body))),
         tools=read_tools(body),
         max_tokens=optional(body, "max_completion_tokens", integer(1), limit),

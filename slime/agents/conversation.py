@@ -43,7 +43,7 @@ _FIELDS = (
 
 
 @dataclass(frozen=True)
-class Ask:
+class AgentRequest:
     """A client's request.
 
     Attributes:
@@ -68,7 +68,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ParsedAnswer:
     """An answer as a client sees it.
 
     Attributes:
@@ -175,7 +175,7 @@ def digest(before: bytes, key: bytes) -> bytes:
 # -- to tokens, and back ---------------------------------------------------------------------------
 
 
-class Speech:
+class ChatFormat:
     """A model's chat template, tool-call format and reasoning format. Made once per model.
 
     Args:
@@ -217,7 +217,7 @@ class Speech:
         family: str,
         end_tokens: Collection[int],
         images: AgentImages | None = None,
-    ) -> Speech:
+    ) -> ChatFormat:
         """Read the formats of a model from its tokenizer.
 
         Args:
@@ -226,7 +226,7 @@ class Speech:
         """
         template = template_source(tokenizer) or None
         calls = tool_format(template, family)
-        return Speech(tokenizer, calls, reasoning_format(template), end_tokens, images)
+        return ChatFormat(tokenizer, calls, reasoning_format(template), end_tokens, images)
 
     # -- messages to tokens ------------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ class Speech:
                 "this model's chat template has no place for tools: it would not see them", "tools"
             )
 
-    def opening(self, ask: Ask, messages: Messages, *, to_past: bool = False) -> list[int]:
+    def opening(self, ask: AgentRequest, messages: Messages, *, to_past: bool = False) -> list[int]:
         """Return the tokens of a conversation's beginning, up to the start of the answer.
 
         Raises:
@@ -252,7 +252,7 @@ class Speech:
 
     def between(
         self,
-        ask: Ask,
+        ask: AgentRequest,
         before: list[int],
         messages: Messages,
         *,
@@ -270,7 +270,7 @@ class Speech:
         text = self._rendered(between_turns, ask, messages, calls=calls, to_past=to_past)
         return without_repeated_end(before, self._encode(text, messages))
 
-    def _rendered(self, render: Any, ask: Ask, messages: Messages, **options: Any) -> str:
+    def _rendered(self, render: Any, ask: AgentRequest, messages: Messages, **options: Any) -> str:
         shown = [
             {key: value for key, value in message.items() if key != "images"}
             for message in messages
@@ -297,7 +297,7 @@ class Speech:
     # -- tokens to messages ------------------------------------------------------------------------
 
     def opens_reasoning(self, prompt: Sequence[int]) -> bool:
-        """Whether the prompt ends inside reasoning, so that the answer begins with it."""
+        """Tell whether the prompt ends inside reasoning, so that the answer begins with it."""
         if self.reasoning is None:
             return False
         return self.reasoning.opens(
@@ -305,8 +305,8 @@ class Speech:
         )
 
     def read(
-        self, tokens: Sequence[int], ask: Ask, *, opened: bool, stop: Sequence[str]
-    ) -> Reading:
+        self, tokens: Sequence[int], ask: AgentRequest, *, opened: bool, stop: Sequence[str]
+    ) -> ParsedAnswer:
         """Return an answer as a client sees it.
 
         Args:
@@ -335,7 +335,7 @@ class Speech:
         reply = Reply(rest[:at])
         if tools and self.calls is not None:
             reply = self.calls.read(rest[:at], tools, ended=True)
-        return Reading(
+        return ParsedAnswer(
             reply.text, reasoning, tuple(tool_call(call) for call in reply.calls), matched
         )
 

@@ -18,12 +18,13 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-from slime.agents.conversation import Speech
+from slime.agents.conversation import ChatFormat
 from slime.agents.images import AgentImages
 from slime.agents.programs import Finished, run_program
 from slime.agents.server import AgentServer, shared_server
 from slime.agents.session import AgentSession
 from slime.agents.turns import DroppedReasoning, Turn, samples_of
+from slime.http_access import host_in_url
 from slime.models import family_name
 from slime.processes.host import own_addresses, past_proxies
 from slime.rollout.generate import GenerateState, current_state
@@ -77,7 +78,7 @@ class AgentEndpoint:
         return self._url(self._host)
 
     def _url(self, host: str) -> str:
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        return f"http://{host_in_url(host)}:{self.port}"
 
     @property
     def base_url(self) -> str:
@@ -94,7 +95,7 @@ class AgentEndpoint:
         return self.environ_for(self._host)
 
     def environ_for(self, host: str) -> dict[str, str]:
-        """`environ` for an agent that reaches this host by another name, such as
+        """Return `environ` for an agent that reaches this host by another name, such as
         "host.docker.internal"."""
         url = self._url(host)
         return {
@@ -169,7 +170,7 @@ class AgentEndpoint:
         )
         return f": it has asked for none, and {status}{last}"
 
-    # -- life --------------------------------------------------------------------------------------
+    # -- start and end -----------------------------------------------------------------------------
 
     async def __aenter__(self) -> AgentEndpoint:
         state = self._session.state
@@ -198,7 +199,7 @@ class AgentEndpoint:
     ) -> None:
         assert self._server is not None and self._watch is not None and self._task is not None
         self._watch.cancel()
-        self._server.shut(self.api_key)
+        self._server.revoke(self.api_key)
         elapsed = time.monotonic() - self._began
         self._session.sample.non_generation_time += max(
             0.0, elapsed - self._session.generation_seconds
@@ -238,22 +239,22 @@ def agent_endpoint(
         UserError: called outside a rollout, or for a model without chat template.
     """
     state = current_state(args)
-    speech = _speech_of(
+    chat_format = _chat_format_of(
         state.tokenizer, state.args.hf_checkpoint, state.end_tokens, _images_of(state)
     )
     options: dict[str, Any] = {"dropped_reasoning": dropped_reasoning, "max_turns": max_turns}
-    return AgentEndpoint(AgentSession(state, sample, sampling_params, speech, **options))
+    return AgentEndpoint(AgentSession(state, sample, sampling_params, chat_format, **options))
 
 
 @lru_cache(maxsize=4)
-def _speech_of(
+def _chat_format_of(
     tokenizer: Any,
     model: str | None,
     end_tokens: frozenset[int],
     images: AgentImages | None,
-) -> Speech:
+) -> ChatFormat:
     """Read the chat template and the markers of a model, once."""
-    return Speech.of(tokenizer, family_name(model) if model else "", end_tokens, images)
+    return ChatFormat.of(tokenizer, family_name(model) if model else "", end_tokens, images)
 
 
 def _images_of(state: GenerateState) -> AgentImages | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from slime.agents.conversation import Ask, clean, only_functions
+from slime.agents.conversation import AgentRequest, clean, only_functions
 from slime.agents.session import AgentSession
 from slime.agents.turns import Turn
 from slime.engines.chat_answers import event
@@ -26,10 +26,12 @@ from slime.engines.request_fields import (
 from slime.prompts.conversation import Messages, read_messages, read_text, read_tools
 from slime.samples.types import SampleStatus
 
+_ROLES = ("user", "assistant", "system")
+
 # -- requests --------------------------------------------------------------------------------------
 
 
-def read(body: dict[str, Any], session: AgentSession) -> Ask:
+def read(body: dict[str, Any], session: AgentSession) -> AgentRequest:
     """Check and read a request body. Anthropic's built-in tools are dropped.
 
     Raises:
@@ -42,11 +44,7 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
         system = read_text(body.get("system"), "system", join="\n")
     found: Messages = [{"role": "system", "content": system}] if system else []
     for index, message in enumerate(messages):
-        if not isinstance(message, dict) or message.get("role") not in (
-            "user",
-            "assistant",
-            "system",
-        ):
+        if not isinstance(message, dict) or message.get("role") not in _ROLES:
             raise BadRequest(
                 f"messages[{index}] must be an object with the role user or assistant", "messages"
             )
@@ -64,12 +62,12 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
         )
     choice = optional(optional(body, "tool_choice", OBJECT, {}), "type", TEXT, "auto")
     if choice not in ("auto", "none"):
-        said = (
+        raise BadRequest(
             f"tool_choice must be of the type auto or none, not {choice!r}: a forced call needs "
-            "constrained decoding"
+            "constrained decoding, which is not done here",
+            "tool_choice",
         )
-        raise BadRequest(f"{said}, which is not done here", "tool_choice")
-    return Ask(
+    return AgentRequest(
         messages=clean(found),
         tools=_tools(body) if choice == "auto" else None,
         max_tokens=optional(body, "max_tokens", integer(1), None),
@@ -82,13 +80,13 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
 
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Return the tools in the form of chat completions."""
-    own = only_functions(body, (None, "custom"))
-    bare = [
-        {name: tool[name] for name in ("name", "description") if tool.get(name)} for tool in own
+    functions = [
+        {name: tool[name] for name in ("name", "description") if tool.get(name)}
+        | {"input_schema": tool.get("input_schema") or {}}
+        for tool in only_functions(body, (None, "custom"))
     ]
-    schemas = [{"input_schema": tool.get("input_schema") or {}} for tool in own]
     with refused("tools"):
-        return read_tools([one | schema for one, schema in zip(bare, schemas)]) or None
+        return read_tools(functions) or None
 
 
 # -- answers ---------------------------------------------------------------------------------------
@@ -120,7 +118,8 @@ def events(turn: Turn) -> Iterator[bytes]:
         kind = block["type"]
         if kind == "tool_use":
             started = block | {"input": {}}
-            deltas = [("input_json_delta", "partial_json", _json(block["input"]))]
+            arguments = orjson.dumps(block["input"]).decode()
+            deltas = [("input_json_delta", "partial_json", arguments)]
         else:
             started = block | {kind: ""}
             deltas = [(f"{kind}_delta", kind, block[kind])]
@@ -141,7 +140,7 @@ def ping() -> bytes:
 
 
 def error(message: str, kind: str, code: str | None, param: str | None) -> dict[str, Any]:
-    kind = {"unavailable": "overloaded_error"}.get(kind, kind)
+    kind = "overloaded_error" if kind == "unavailable" else kind
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
@@ -189,7 +188,3 @@ def _usage(turn: Turn, completion: int) -> dict[str, int]:
         "cache_creation_input_tokens": 0,
         "output_tokens": completion,
     }
-
-
-def _json(value: Any) -> str:
-    return orjson.dumps(value).decode()

@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 #: Secrets of the run and of Ray: no agent needs them, and it may run code that a model wrote.
 _WITHHELD = (VARIABLE, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 #: Bytes of output that are read: endless output must not fill the memory of the rollout.
-_MOST_OUTPUT = 16 << 20
+_MAX_OUTPUT = 16 << 20
 _REAPER = Path(__file__).parents[1] / "sandbox" / "reaper.py"
 #: Variables of this process that the reaper gets: enough to start Python.
 _FOR_PYTHON = ("PATH", "LD_LIBRARY_PATH")
@@ -79,7 +79,7 @@ async def run_program(
         came = await _run_under_reaper(request, timeout)
         if refused := came.get("refused"):
             raise OSError(*refused)
-        written.seek(max(0, written.seek(0, os.SEEK_END) - _MOST_OUTPUT))
+        written.seek(max(0, written.seek(0, os.SEEK_END) - _MAX_OUTPUT))
         return Finished(came.get("status"), written.read().decode(errors="replace"))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slime.agents.chat_api import error, error_event, ping
-from slime.agents.conversation import Ask, clean, only_functions
+from slime.agents.conversation import AgentRequest, clean, only_functions
 from slime.agents.session import AgentSession
 from slime.agents.turns import Turn
 from slime.engines.chat_answers import event
@@ -35,7 +35,7 @@ _PREFIX = "resp_"
 # -- requests --------------------------------------------------------------------------------------
 
 
-def read(body: dict[str, Any], session: AgentSession) -> Ask:
+def read(body: dict[str, Any], session: AgentSession) -> AgentRequest:
     """Check and read a request body. The turn of ``previous_response_id`` gives the history; tools
     that are not functions are dropped: the model could not call them.
 
@@ -59,7 +59,7 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
         raise BadRequest("input must have at least one item", "input")
     instructions = optional(body, "instructions", TEXT, "")
     system: Messages = [{"role": "system", "content": instructions}] if instructions else []
-    return Ask(
+    return AgentRequest(
         messages=clean(system + history),
         tools=read_tools({"tools": _tools(body), "tool_choice": body.get("tool_choice")}),
         max_tokens=optional(body, "max_output_tokens", integer(1), None),

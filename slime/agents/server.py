@@ -100,7 +100,7 @@ class AgentServer:
         self._sessions[_digest(key)] = (key, session)
         return key
 
-    def shut(self, key: str) -> None:
+    def revoke(self, key: str) -> None:
         """Revoke a key, and end its requests."""
         _, session = self._sessions.pop(_digest(key))
         session.end()
@@ -109,9 +109,8 @@ class AgentServer:
         """Find the session of a key by its digest. The comparison takes constant time, so that it
         does not reveal other keys."""
         known, session = self._sessions.get(_digest(key), ("", None))
-        return (
-            session if hmac.compare_digest(known.encode(), key.encode(errors="replace")) else None
-        )
+        is_same = hmac.compare_digest(known.encode(), key.encode(errors="replace"))
+        return session if is_same else None
 
     @web.middleware
     async def _authenticated(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -119,9 +118,7 @@ class AgentServer:
         given = request.match_info.get("key") or request.headers.get("x-api-key") or ""
         session = self._session_of(given or (token.strip() if scheme.lower() == "bearer" else ""))
         if session is None:
-            raise Refusal(
-                "no such key, or its sample is done", 401, "authentication_error", "invalid_api_key"
-            )
+            raise Refusal("no such key, or its sample is done", "invalid_api_key", status=401)
         request[_SESSION] = session
         return await handler(request)
 
@@ -133,12 +130,12 @@ class AgentServer:
             return await handler(request)
         except BadRequest as error:
             self._tell(request, str(error))
-            return _refused(request, str(error), 400, "invalid_request_error", None, error.field)
+            return _refused(request, str(error), param=error.field)
         except web.RequestPayloadError as error:  # the body is not encoded as its header says
-            return _refused(request, str(error), 400, "invalid_request_error")
+            return _refused(request, str(error))
         except UserError as error:
             self._tell(request, str(error))
-            return _refused(request, str(error), 400, "invalid_request_error")
+            return _refused(request, str(error))
         except Refusal as error:
             return _refused(request, str(error), error.status, error.kind, error.code)
         except TimeoutError:
@@ -152,8 +149,6 @@ class AgentServer:
             said = f"{request.method} {request.path}: {error.reason}"
             kind = "request_too_large" if error.status == 413 else "not_found_error"
             return _refused(request, said, error.status, kind)
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
             # the path may contain the key
             logger.exception("%s failed", request.match_info.route.resource)
@@ -241,8 +236,8 @@ def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -
 def _refused(
     request: web.Request,
     message: str,
-    status: int,
-    kind: str,
+    status: int = 400,
+    kind: str = "invalid_request_error",
     code: str | None = None,
     param: str | None = None,
 ) -> web.Response:
@@ -275,14 +270,15 @@ async def _count_tokens(request: web.Request) -> web.Response:
 
 
 async def _models(request: web.Request) -> web.Response:
-    page = {
-        "object": "list",
-        "data": [_CARD],
-        "has_more": False,
-        "first_id": "policy",
-        "last_id": "policy",
-    }
-    return _json(page)
+    return _json(
+        {
+            "object": "list",
+            "data": [_CARD],
+            "has_more": False,
+            "first_id": "policy",
+            "last_id": "policy",
+        }
+    )
 
 
 async def _model(request: web.Request) -> web.Response:

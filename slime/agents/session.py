@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from slime.agents.conversation import Ask, Speech
+from slime.agents.conversation import AgentRequest, ChatFormat
 from slime.agents.images import AgentImages
 from slime.agents.turns import DroppedReasoning, Turn, TurnPosition, TurnTree
 from slime.engines.api import EngineError
@@ -24,6 +24,8 @@ from slime.samples.types import Sample, SampleStatus
 logger = get_logger(__name__)
 
 _LARGEST_SEED = (1 << 31) - 1
+#: HTTP status of a refusal → its ``type`` in OpenAI's error object.
+_KINDS = {400: "invalid_request_error", 401: "authentication_error", 503: "unavailable"}
 
 
 class Refusal(Exception):
@@ -34,10 +36,10 @@ class Refusal(Exception):
         kind, code: ``type`` and ``code`` of OpenAI's error object.
     """
 
-    def __init__(self, message: str, status: int, kind: str, code: str | None = None) -> None:
+    def __init__(self, message: str, code: str | None = None, *, status: int = 400) -> None:
         super().__init__(message)
         self.status = status
-        self.kind = kind
+        self.kind = _KINDS[status]
         self.code = code
 
 
@@ -62,7 +64,7 @@ class AgentSession:
         state: GenerateState,
         sample: Sample,
         sampling_params: dict[str, Any],
-        speech: Speech,
+        chat_format: ChatFormat,
         *,
         dropped_reasoning: DroppedReasoning = "branch",
         max_turns: int | None = None,
@@ -70,15 +72,15 @@ class AgentSession:
         self.state = state
         self.sample = sample
         self.params = sampling_params
-        self.tree = TurnTree(speech, dropped_reasoning)
+        self.tree = TurnTree(chat_format, dropped_reasoning)
         self.max_turns = max_turns
         self.failure: EngineError | None = None
         self.was_cut = False
         self.refused = ""
         self._is_over = False
-        self._started = 0
+        self._num_turns = 0
         # the request that did not fit into the context, if none was answered since
-        self._full: TurnPosition | None = None
+        self._overflowing: TurnPosition | None = None
         # of the generate function: the rollout's state, and the current trace span
         self._context = contextvars.copy_context()
         self._waiting: set[asyncio.Task[Any]] = set()
@@ -89,7 +91,7 @@ class AgentSession:
     @property
     def images(self) -> AgentImages | None:
         """Reader of images in messages; None: the model reads only text."""
-        return self.tree.speech.images
+        return self.tree.chat_format.images
 
     def read_messages(
         self, read: Callable[[ImageParts | None], Messages], field: str = "messages"
@@ -98,7 +100,7 @@ class AgentSession:
         `AgentImages.read`."""
         return read(None) if self.images is None else self.images.read(read, field)
 
-    def with_kwargs(self, ask: Ask) -> Ask:
+    def with_kwargs(self, ask: AgentRequest) -> AgentRequest:
         """Add the run's chat-template arguments to a request; the request's own take precedence."""
         if not self._template_kwargs:
             return ask
@@ -106,7 +108,7 @@ class AgentSession:
             ask, template_kwargs={**self._template_kwargs, **ask.template_kwargs}
         )
 
-    async def answer(self, ask: Ask) -> Turn:
+    async def answer(self, ask: AgentRequest) -> Turn:
         """Generate the model's answer to a request.
 
         Raises:
@@ -115,26 +117,16 @@ class AgentSession:
                 the rollout ends, or no engine answers.
         """
         if self._is_over:  # the sample ended while the body arrived
-            raise Refusal("this sample is done", 401, "authentication_error", "invalid_api_key")
+            raise Refusal("this sample is done", "invalid_api_key", status=401)
         # agents retry a 503 some thirty times, but not a 400; a retry would not reach an engine
         if self.failure is not None:
-            raise Refusal(
-                f"this sample has failed: {self.failure}",
-                400,
-                "invalid_request_error",
-                "sample_failed",
-            )
-        if self.max_turns is not None and self._started >= self.max_turns:
-            raise Refusal(
-                f"this agent may take {self.max_turns} turns",
-                400,
-                "invalid_request_error",
-                "max_turns",
-            )
+            raise Refusal(f"this sample has failed: {self.failure}", "sample_failed")
+        if self.max_turns is not None and self._num_turns >= self.max_turns:
+            raise Refusal(f"this agent may take {self.max_turns} turns", "max_turns")
         ask = self.with_kwargs(ask)
-        full_before = self._full
+        overflowing_before = self._overflowing
         place = self.tree.place(ask)
-        self._started += 1  # after `place`, where the template may refuse the request
+        self._num_turns += 1  # after `place`, where the template may refuse the request
         sample = Sample(
             index=self.sample.index,
             group_index=self.sample.group_index,
@@ -152,17 +144,19 @@ class AgentSession:
         self.sample.trace = sample.trace
         if sample.status is SampleStatus.ABORTED:
             self.was_cut = True
-            raise Refusal("the rollout ends: this sample will be begun anew", 503, "unavailable")
+            raise Refusal("the rollout ends: this sample will be begun anew", status=503)
         if not sample.response_length:
-            self._full = place
+            self._overflowing = place
             said = f"the prompt is too long: {len(place.prompt)} tokens fill the context"
-            raise Refusal(said, 400, "invalid_request_error", "context_length_exceeded")
+            raise Refusal(said, "context_length_exceeded")
         # the agent continued with a shorter prompt; keep a refusal from during this request
-        if self._full is full_before:
-            self._full = None
+        if self._overflowing is overflowing_before:
+            self._overflowing = None
         output = sample.tokens[sample.prompt_length :]
-        opened = self.tree.speech.opens_reasoning(place.prompt)
-        reading = self.tree.speech.read(output, ask, opened=opened, stop=params.get("stop") or ())
+        opened = self.tree.chat_format.opens_reasoning(place.prompt)
+        reading = self.tree.chat_format.read(
+            output, ask, opened=opened, stop=params.get("stop") or ()
+        )
         return self.tree.record(place, ask, sample, reading)
 
     async def _generate(self, sample: Sample, params: dict[str, Any]) -> None:
@@ -170,12 +164,12 @@ class AgentSession:
         try:
             await asyncio.create_task(work, context=self._context.copy())
         except RequestRefused as error:
-            raise Refusal(error.what, 400, "invalid_request_error") from error
+            raise Refusal(error.what) from error
         except EngineError as error:
             self.failure = error
-            raise Refusal(str(error), 503, "unavailable") from error
+            raise Refusal(str(error), status=503) from error
 
-    def _params_for(self, ask: Ask, place: TurnPosition) -> dict[str, Any]:
+    def _params_for(self, ask: AgentRequest, place: TurnPosition) -> dict[str, Any]:
         params = dict(self.params)
         if ask.max_tokens is not None:
             params["max_new_tokens"] = min(params["max_new_tokens"], ask.max_tokens)
@@ -189,10 +183,10 @@ class AgentSession:
     def cut_short(self, ends: Sequence[Turn]) -> Turn | None:
         """Return the branch that the agent would have continued if its last request had fitted into
         the context."""
-        if self._full is None:
+        if self._overflowing is None:
             return None
-        if self._full.parent in self.tree.branches():
-            return self._full.parent if self._full.parent in ends else None
+        if self._overflowing.parent in self.tree.branches():
+            return self._overflowing.parent if self._overflowing.parent in ends else None
         # the history was rewritten: most likely that of the last branch
         return max(ends, key=self.tree.turns.index, default=None)
 

@@ -23,7 +23,14 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 
-from slime.agents.conversation import Ask, Reading, Speech, call_ids, digest, key_of
+from slime.agents.conversation import (
+    AgentRequest,
+    ChatFormat,
+    ParsedAnswer,
+    call_ids,
+    digest,
+    key_of,
+)
 from slime.agents.images import images_in
 from slime.prompts.conversation import Messages
 from slime.samples.media import IMAGES
@@ -60,8 +67,8 @@ class Turn:
     text: str = ""
     weight_runs: list[list[Any]] = field(default_factory=list)
     weight_versions: list[str] = field(default_factory=list)
-    ask: Ask = field(default_factory=lambda: Ask([]))
-    reading: Reading = field(default_factory=lambda: Reading(""))
+    ask: AgentRequest = field(default_factory=lambda: AgentRequest([]))
+    reading: ParsedAnswer = field(default_factory=lambda: ParsedAnswer(""))
     said: list[str] = field(default_factory=list)
     cache: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
     speculation: SpecInfo = field(default_factory=SpecInfo)
@@ -129,8 +136,10 @@ class TurnTree:
         turns: in the order in which they were answered.
     """
 
-    def __init__(self, speech: Speech, dropped_reasoning: DroppedReasoning = "branch") -> None:
-        self.speech = speech
+    def __init__(
+        self, chat_format: ChatFormat, dropped_reasoning: DroppedReasoning = "branch"
+    ) -> None:
+        self.chat_format = chat_format
         self.turns: list[Turn] = []
         self._with_reasoning = dropped_reasoning == "branch"
         self._by_history: dict[bytes, list[Turn]] = {}
@@ -140,7 +149,7 @@ class TurnTree:
 
     # -- from messages to tokens -------------------------------------------------------------------
 
-    def place(self, ask: Ask) -> TurnPosition:
+    def place(self, ask: AgentRequest) -> TurnPosition:
         """Find the place and the tokens of a request, and count it for ``TurnPosition.twin``.
 
         Raises:
@@ -150,9 +159,9 @@ class TurnTree:
         self._asked[place.history] += 1
         return place
 
-    def find_place(self, ask: Ask) -> TurnPosition:
+    def find_place(self, ask: AgentRequest) -> TurnPosition:
         """Do as `place` for a request that will not be answered; it is not counted."""
-        self.speech.check_tools(ask.tools)
+        self.chat_format.check_tools(ask.tools)
         history, parent, count = self._longest_known(ask)
         rest = ask.messages[count:]
         lead = self._tokens(ask, rest, parent)
@@ -185,9 +194,9 @@ class TurnTree:
         twin = self._asked[history]
         return TurnPosition(parent, lead, before + lead, history, twin, said, count, images)
 
-    def _longest_known(self, ask: Ask) -> tuple[bytes, Turn | None, int]:
-        """(digest of all messages, the turn of the last known answer among them, number of messages
-        up to that answer)."""
+    def _longest_known(self, ask: AgentRequest) -> tuple[bytes, Turn | None, int]:
+        """Return (digest of all messages, the turn of the last known answer among them, number of
+        messages up to that answer)."""
         history = digest(
             b"", orjson.dumps([ask.tools, ask.template_kwargs], option=orjson.OPT_SORT_KEYS)
         )
@@ -212,7 +221,7 @@ class TurnTree:
     def _key(self, message: dict[str, Any]) -> bytes:
         return key_of(message, with_reasoning=self._with_reasoning)
 
-    def _tokens(self, ask: Ask, messages: Messages, parent: Turn | None) -> list[int]:
+    def _tokens(self, ask: AgentRequest, messages: Messages, parent: Turn | None) -> list[int]:
         """Return the tokens of messages up to the start of the next answer; known answers keep
         their sampled tokens."""
         ids: list[int] = []
@@ -232,7 +241,7 @@ class TurnTree:
 
     def _rendered(
         self,
-        ask: Ask,
+        ask: AgentRequest,
         last: list[int] | None,
         calls: list[dict[str, Any]] | None,
         messages: Messages,
@@ -240,8 +249,8 @@ class TurnTree:
         to_past: bool = False,
     ) -> list[int]:
         if last is None:
-            return self.speech.opening(ask, messages, to_past=to_past)
-        return self.speech.between(ask, last, messages, calls=calls, to_past=to_past)
+            return self.chat_format.opening(ask, messages, to_past=to_past)
+        return self.chat_format.between(ask, last, messages, calls=calls, to_past=to_past)
 
     def _known_answer(self, message: dict[str, Any]) -> tuple[list[int], bool]:
         """Return the tokens of a message that the model wrote, and whether they are the whole
@@ -255,12 +264,14 @@ class TurnTree:
         if whole := self._by_reply.get(key):
             return _meant(whole, message).output, True
         if part := self._by_visible.get(key):
-            return self.speech.visible_part(_meant(part, message).output), False
+            return self.chat_format.visible_part(_meant(part, message).output), False
         return [], False
 
     # -- what was answered -------------------------------------------------------------------------
 
-    def record(self, place: TurnPosition, ask: Ask, answer: Sample, reading: Reading) -> Turn:
+    def record(
+        self, place: TurnPosition, ask: AgentRequest, answer: Sample, reading: ParsedAnswer
+    ) -> Turn:
         """Add an answer to the tree.
 
         Args:

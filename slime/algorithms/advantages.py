@@ -158,7 +158,8 @@ def ppo(inputs: AdvantageInputs) -> Estimate:
 
 
 def _step_rewards(inputs: AdvantageInputs, i: int, trained: Tensor) -> Tensor:
-    """Rewards of sample i's trained tokens, [trained]; they sum to R minus the KL penalty."""
+    """Return the rewards of sample i's trained tokens, [trained]; they sum to R minus the KL
+    penalty."""
     rewards = -inputs.kl_coef * inputs.kl[i][trained]
     if inputs.token_rewards is None:
         rewards[-1] += inputs.rewards[i]

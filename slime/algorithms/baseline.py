@@ -18,8 +18,8 @@ EPSILON = 1e-6
 
 
 def group_mean(rewards: Sequence[float]) -> list[float]:
-    """The mean of the group, for each of its trajectories. If all rewards are equal, it is exactly
-    that value, so all advantages are exactly 0.
+    """Return the mean of the group for each of its trajectories. If all rewards are equal, it is
+    exactly that value, so all advantages are exactly 0.
 
     Source: Shao et al., "DeepSeekMath" (arXiv:2402.03300), section 4.1.2.
 
@@ -31,8 +31,8 @@ def group_mean(rewards: Sequence[float]) -> list[float]:
 
 
 def leave_one_out_mean(rewards: Sequence[float]) -> list[float]:
-    """The mean of the other trajectories of the group, for each trajectory. A single trajectory
-    gets its own reward, so its advantage is 0.
+    """Return, for each trajectory, the mean of the others of its group. A single trajectory gets
+    its own reward, so its advantage is 0.
 
     Source: Ahmadian et al., "Back to Basics" (arXiv:2402.14740), section 3.2 (RLOO).
 
@@ -48,7 +48,7 @@ def leave_one_out_mean(rewards: Sequence[float]) -> list[float]:
 
 
 def group_deviation(rewards: Sequence[float]) -> float:
-    """The unbiased standard deviation of the group (n − 1); 0 for a single trajectory.
+    """Return the unbiased standard deviation of the group (n − 1); 0 for a single trajectory.
 
     Source: Shao et al., "DeepSeekMath" (arXiv:2402.03300), section 4.1.2.
 
@@ -63,8 +63,9 @@ def group_deviation(rewards: Sequence[float]) -> float:
 
 
 def mean_reward(rewards: Sequence[float]) -> float:
-    """The mean of the group. Dividing by this success rate gives more weight to groups that seldom
-    succeed: the gradient is that of the log-likelihood of success, to the order of the group size.
+    """Return the mean of the group. Dividing by this success rate gives more weight to groups that
+    seldom succeed: the gradient is that of the log-likelihood of success, to the order of the group
+    size.
 
     Source: "Maximum Likelihood Reinforcement Learning" (arXiv:2602.02710).
 
@@ -93,7 +94,7 @@ def normalise_rewards(
     baseline: Baseline | None = group_mean,
     divisor: Divisor | None = group_deviation,
 ) -> list[float]:
-    """(r − baseline) / (divisor of its group + 1e-6).
+    """Return (r − baseline) / (divisor of its group + 1e-6) of each sample.
 
     Statistics are per group id, of any group size, and count each trajectory once: if a trajectory
     was split into several samples, their mean counts. A group with divisor 0 is only centred. For

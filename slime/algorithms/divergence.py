@@ -241,7 +241,7 @@ class _StudentGrads:
 
 
 def _log_sums(models: list[OutputRows], options: _BlockOptions) -> Tensor:
-    """log Σ exp of each model's logits per row: [models, N], over all shards."""
+    """Return log Σ exp of each model's logits per row, over all shards: [models, N]."""
     found = [
         log_sums(model.hidden, model.weight, model.temperature, options.shard, options.rows)
         for model in models
@@ -275,7 +275,7 @@ def _row_sums(
     kind: DivergenceKind,
     beta: float,
 ) -> Tensor:
-    """Sums of `_terms` over a block: [2, rows]."""
+    """Return the sums of `_terms` over a block: [2, rows]."""
     log_s = student.to(log_sums.dtype) * student_scale - log_sums[0][:, None]
     log_p = teacher.to(log_sums.dtype) * teacher_scale - log_sums[1][:, None]
     term, slope = _terms(log_s, log_p, kind, beta)
@@ -445,7 +445,7 @@ def top_divergence(
 
 
 def _with_rest(log_probs: Tensor) -> Tensor:
-    """[N, k] → [N, k + 1]: append the log-probability of all other tokens."""
+    """Append the log-probability of all other tokens: [N, k] → [N, k + 1]."""
     largest = math.log1p(-_MIN_REST)
     known = torch.logsumexp(log_probs, dim=1, keepdim=True).clamp(max=largest)
     return torch.cat([log_probs, torch.log(-torch.expm1(known))], dim=1)

@@ -25,7 +25,7 @@ class KlKind:
 
 
 def k1(r: Tensor) -> Tensor:
-    """r: unbiased, high variance, may be negative.
+    """Return r: unbiased, high variance, may be negative.
 
     Example:
         >>> k1(torch.tensor([0.0, -0.5])).tolist()
@@ -35,7 +35,7 @@ def k1(r: Tensor) -> Tensor:
 
 
 def k2(r: Tensor) -> Tensor:
-    """r² / 2: biased, low variance; its expected gradient is the gradient of the KL.
+    """Return r² / 2: biased, low variance; its expected gradient is the gradient of the KL.
 
     Example:
         >>> k2(torch.tensor([0.0, -0.5])).tolist()
@@ -45,7 +45,7 @@ def k2(r: Tensor) -> Tensor:
 
 
 def k3(r: Tensor) -> Tensor:
-    """exp(-r) - 1 + r: unbiased, low variance, never negative. r is clamped to at least
+    """Return exp(-r) - 1 + r: unbiased, low variance, never negative. r is clamped to at least
     -`MAX_LOG_RATIO`.
 
     Example:

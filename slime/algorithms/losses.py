@@ -60,7 +60,8 @@ MAX_LOG_RATIO = 20.0
 
 
 def importance_ratio(log_ratio: Tensor) -> Tensor:
-    """exp(log_ratio), where log_ratio is clamped to ± `MAX_LOG_RATIO`; beyond, its gradient is 0.
+    """Return exp(log_ratio), where log_ratio is clamped to ± `MAX_LOG_RATIO`; beyond, its gradient
+    is 0.
 
     Without the clamp a ratio may overflow to Inf, and a token of weight 0 would then have the
     gradient 0 · Inf = NaN.
@@ -74,8 +75,8 @@ def importance_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def ppo_clip_loss(inputs: PolicyInputs) -> PolicyLoss:
-    """max(-ρA, -clip(ρ)A) with ρ = exp(log_prob - old_log_prob). ``eps_clip_high`` makes the clip
-    asymmetric, ``eps_clip_c`` adds the dual clip.
+    """Return max(-ρA, -clip(ρ)A) with ρ = exp(log_prob - old_log_prob). ``eps_clip_high`` makes the
+    clip asymmetric, ``eps_clip_c`` adds the dual clip.
 
     Source: Schulman et al., "PPO" (arXiv:1707.06347), eq. 7; clip-higher: Yu et al., "DAPO"
     (arXiv:2503.14476); dual clip: Ye et al. (arXiv:1912.09729), eq. 5.
@@ -92,7 +93,7 @@ def ppo_clip_loss(inputs: PolicyInputs) -> PolicyLoss:
 
 
 def gspo_loss(inputs: PolicyInputs) -> PolicyLoss:
-    """PPO's clipped loss with one ratio per sequence: ρ = exp(mean over tokens of log_prob -
+    """Return PPO's clipped loss with one ratio per sequence: ρ = exp(mean over tokens of log_prob -
     old_log_prob).
 
     Source: Zheng et al., "Group Sequence Policy Optimization" (arXiv:2507.18071), eq. 5-7.
@@ -108,7 +109,8 @@ def gspo_loss(inputs: PolicyInputs) -> PolicyLoss:
 
 
 def cispo_loss(inputs: PolicyInputs) -> PolicyLoss:
-    """REINFORCE with a clipped, constant importance weight: -stop_gradient(clip(ρ)) · A · log_prob.
+    """Return the loss of REINFORCE with a clipped, constant importance weight:
+    -stop_gradient(clip(ρ)) · A · log_prob.
 
     No token loses its gradient to clipping. ``eps_clip >= 1`` leaves the lower side open, as in the
     paper. The mean is taken over all trained tokens of a prompt's group
@@ -131,7 +133,7 @@ def cispo_loss(inputs: PolicyInputs) -> PolicyLoss:
 
 
 def sapo_loss(inputs: PolicyInputs) -> PolicyLoss:
-    """-f(ρ)A with the soft gate f(ρ) = 4/τ · sigmoid(τ(ρ - 1)) in place of a clip.
+    """Return -f(ρ)A with the soft gate f(ρ) = 4/τ · sigmoid(τ(ρ - 1)) in place of a clip.
 
     f'(ρ) is 1 at ρ = 1 and decays smoothly on both sides, so no token is clipped. τ is
     ``sapo_tau_pos`` for A > 0, else ``sapo_tau_neg``.
@@ -152,7 +154,7 @@ def sapo_loss(inputs: PolicyInputs) -> PolicyLoss:
 
 
 def sft_loss(log_probs: Tensor) -> Tensor:
-    """Negative log-likelihood of each token.
+    """Return the negative log-likelihood of each token.
 
     Example:
         >>> sft_loss(torch.tensor([-0.5, 0.0])).tolist()
@@ -210,7 +212,8 @@ class Correction:
 
 
 def truncated_importance_sampling(log_ratio: Tensor, low: float, high: float) -> Correction:
-    """Importance ratio exp(log_ratio) clamped to [low, high]: bounded variance, some bias.
+    """Weight tokens by the importance ratio exp(log_ratio) clamped to [low, high]: bounded
+    variance, some bias.
 
     Args:
         log_ratio: [T], without gradient: the log-prob under the trainer's weights before the step
@@ -225,15 +228,13 @@ def truncated_importance_sampling(log_ratio: Tensor, low: float, high: float) ->
     """
     ratio = importance_ratio(log_ratio)
     weights = ratio.clamp(low, high)
-    clipped = (weights != ratio).to(ratio.dtype)
-    return Correction(
-        weights, {"tis": ratio, "tis_clipfrac": clipped, "tis_abs": (ratio - 1.0).abs()}
-    )
+    return _correction(weights, ratio, weights != ratio)
 
 
 def icepop(log_ratio: Tensor, low: float, high: float) -> Correction:
-    """Importance ratio exp(log_ratio), 0 outside [low, high]: tokens on which trainer and engine
-    disagree too much are masked, instead of trained on with a clamped weight.
+    """Weight tokens by the importance ratio exp(log_ratio), and by 0 outside [low, high]: tokens on
+    which trainer and engine disagree too much are masked, instead of trained on with a clamped
+    weight.
 
     Args:
         log_ratio: [T], as in `truncated_importance_sampling`.
@@ -247,10 +248,13 @@ def icepop(log_ratio: Tensor, low: float, high: float) -> Correction:
     """
     ratio = importance_ratio(log_ratio)
     outside = (ratio < low) | (ratio > high)
-    weights = ratio.masked_fill(outside, 0.0)
+    return _correction(ratio.masked_fill(outside, 0.0), ratio, outside)
+
+
+def _correction(weights: Tensor, ratio: Tensor, is_changed: Tensor) -> Correction:
+    clipped = is_changed.to(ratio.dtype)
     return Correction(
-        weights,
-        {"tis": ratio, "tis_clipfrac": outside.to(ratio.dtype), "tis_abs": (ratio - 1.0).abs()},
+        weights, {"tis": ratio, "tis_clipfrac": clipped, "tis_abs": (ratio - 1.0).abs()}
     )
 
 

@@ -38,7 +38,7 @@ class SequenceScores:
     lengths: Tensor
 
     def pick(self, places: Tensor) -> SequenceScores:
-        """The scores of the answers at ``places``, int64 indices."""
+        """Return the scores of the answers at ``places``, int64 indices."""
         return SequenceScores(
             self.sums.index_select(0, places),
             self.log_ratios.index_select(0, places),
@@ -127,8 +127,8 @@ class PreferenceLoss:
 
 
 def dpo(inputs: PreferenceInputs) -> PreferenceLoss:
-    """−log σ(β Δ), where Δ is the difference of the summed log-ratios; with label smoothing ε,
-    −(1 − ε) log σ(β Δ) − ε log σ(−β Δ) (cDPO).
+    """Return −log σ(β Δ), where Δ is the difference of the summed log-ratios; with label smoothing
+    ε, −(1 − ε) log σ(β Δ) − ε log σ(−β Δ) (cDPO).
 
     Source: Rafailov et al., "Direct Preference Optimization" (arXiv:2305.18290), eq. 7; smoothing:
     Mitchell, "A note on DPO with noisy preferences" (2023).
@@ -144,8 +144,8 @@ def dpo(inputs: PreferenceInputs) -> PreferenceLoss:
 
 
 def ipo(inputs: PreferenceInputs) -> PreferenceLoss:
-    """(Δ − 1/(2β))², where Δ is the difference of the mean log-ratios per token. The margin has a
-    target; DPO's grows without bound on pairs that always have the same label.
+    """Return (Δ − 1/(2β))², where Δ is the difference of the mean log-ratios per token. The margin
+    has a target; DPO's grows without bound on pairs that always have the same label.
 
     Source: Azar et al., "A General Theoretical Paradigm to Understand Learning from Human
     Preferences" (arXiv:2310.12036), eq. 17; its authors have confirmed the mean over tokens.
@@ -162,7 +162,7 @@ def ipo(inputs: PreferenceInputs) -> PreferenceLoss:
 
 
 def simpo(inputs: PreferenceInputs) -> PreferenceLoss:
-    """−log σ(β (mean log-prob of chosen − of rejected) − γ), without a reference model.
+    """Return −log σ(β (mean log-prob of chosen − of rejected) − γ), without a reference model.
 
     Source: Meng et al., "SimPO" (arXiv:2405.14734), eq. 6; label smoothing as for `dpo`.
 
@@ -181,9 +181,9 @@ def simpo(inputs: PreferenceInputs) -> PreferenceLoss:
 
 
 def kto(inputs: PreferenceInputs) -> PreferenceLoss:
-    """λ_D (1 − σ(β(r − z))) of a desirable answer, λ_U (1 − σ(β(z − r))) of an undesirable one,
-    where r is the log-ratio of the answer, and z is KL(policy ‖ reference), estimated on prompts
-    paired with answers to other prompts.
+    """Return λ_D (1 − σ(β(r − z))) of a desirable answer, λ_U (1 − σ(β(z − r))) of an undesirable
+    one, where r is the log-ratio of the answer, and z is KL(policy ‖ reference), estimated on
+    prompts paired with answers to other prompts.
 
     Source: Ethayarajh et al., "KTO" (arXiv:2402.01306), eq. 8.
 
@@ -205,7 +205,7 @@ def kto(inputs: PreferenceInputs) -> PreferenceLoss:
 
 
 def bradley_terry(inputs: PreferenceInputs) -> PreferenceLoss:
-    """−log σ(r_c − r_r), plus c (r_c + r_r)² to centre rewards at 0 if c > 0.
+    """Return −log σ(r_c − r_r), plus c (r_c + r_r)² to centre rewards at 0 if c > 0.
 
     Source: Ouyang et al., "InstructGPT" (arXiv:2203.02155), eq. 1; centring: Eisenstein et al.
     (arXiv:2312.09244), section 4.

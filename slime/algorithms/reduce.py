@@ -19,7 +19,7 @@ def token_weights(
     global_batch_size: int,
     num_loss_tokens: int | None = None,
 ) -> Tensor:
-    """The weight of each response token in the loss and in every averaged metric.
+    """Return the weight of each response token in the loss and in every averaged metric.
 
     Default, ``mask / mask_sum / global_batch_size``: trajectories have equal weight, and so have
     the trained tokens of each. With ``num_loss_tokens``, ``mask / num_loss_tokens``: all trained
@@ -52,7 +52,8 @@ def token_weights(
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """``sum(values * weights)`` over tokens of non-zero weight; NaN at other tokens is ignored.
+    """Return ``sum(values * weights)`` over tokens of non-zero weight; NaN at other tokens is
+    ignored.
 
     Example:
         >>> weighted_sum(torch.tensor([1.0, float("nan")]), torch.tensor([0.5, 0.0])).item()
@@ -62,7 +63,7 @@ def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def sequence_mean(values: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
-    """The mean of each sample over its trained tokens, repeated for each of its tokens.
+    """Return the mean of each sample over its trained tokens, repeated for each of its tokens.
 
     Args:
         values, masks: flat [sum of R_i].
@@ -80,7 +81,7 @@ def sequence_mean(values: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
 
 
 def sequence_sum(values: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
-    """The sum of each sample over its trained tokens, repeated for each of its tokens.
+    """Return the sum of each sample over its trained tokens, repeated for each of its tokens.
 
     Args:
         values, masks: flat [sum of R_i].
@@ -101,7 +102,7 @@ def sequence_sum(values: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
 
 
 def sample_sums(values: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
-    """The sum of each sample over its trained tokens, one number per sample.
+    """Return the sum of each sample over its trained tokens, one number per sample.
 
     Args:
         values, masks: flat [sum of R_i].

@@ -106,7 +106,7 @@ def return_statistics(
     all_reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     device: torch.device | None = None,
 ) -> dict[str, float]:
-    """Statistics over the trained tokens of all ranks, with equal weight per token.
+    """Return statistics over the trained tokens of all ranks, with equal weight per token.
 
     Args:
         values: V before the update.

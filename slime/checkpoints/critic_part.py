@@ -28,7 +28,7 @@ KEPT_PARTS = 2
 
 
 def critic_root(root: Path) -> Path:
-    """The directory in --save where the critic's ranks write."""
+    """Return the directory in --save where the critic's ranks write."""
     return root / f".{CRITIC}"
 
 
@@ -65,7 +65,7 @@ def take_critic(root: Path, iteration: int, checkpoint: Path) -> None:
 
 
 def is_part_written(root: Path, iteration: int) -> bool:
-    """Whether the critic's part of a checkpoint that is being written is complete."""
+    """Tell whether the critic's part of a checkpoint that is being written is complete."""
     final = root / iteration_name(iteration)
     # in the order in which the part moves, so that it is not missed while it moves
     places = (critic_root(root) / final.name, partial_path(final) / CRITIC, final / CRITIC)
@@ -73,7 +73,8 @@ def is_part_written(root: Path, iteration: int) -> bool:
 
 
 def critic_records(checkpoint: Path) -> list[FileRecord]:
-    """Records of the critic's part, from its own manifest; [] if there is no such part."""
+    """Return the records of the critic's part, from its own manifest; [] if there is no such
+    part."""
     part = checkpoint / CRITIC
     if not part.is_dir():
         return []

@@ -46,13 +46,13 @@ _LEFTOVER = re.compile(r"\.(iter_\d{7,}|release)\.(partial|replaced|discarded)")
 
 
 def iteration_name(iteration: int | str) -> str:
-    """``iter_0000010`` for 10, ``release`` for converted weights."""
+    """Name an iteration's directory: ``iter_0000010`` for 10, ``release`` for converted weights."""
     return RELEASE if iteration == RELEASE else f"iter_{int(iteration):07d}"
 
 
 def saved_iterations(root: Path) -> list[int]:
-    """Iterations that have a directory, in order; [] if ``root`` does not exist. Copies with other
-    names are not included.
+    """List the iterations that have a directory, in order; [] if ``root`` does not exist. Copies
+    with other names are not included.
 
     Raises:
         UserError: the directory cannot be read, or is a broken link.
@@ -83,8 +83,8 @@ def saved_iterations(root: Path) -> list[int]:
 
 
 def own_iterations(root: Path) -> list[int]:
-    """The iterations of the run's current branch, in order. Later iterations belong to a branch
-    that was left with --ckpt-step."""
+    """List the iterations of the run's current branch, in order. Later iterations belong to a
+    branch that was left with --ckpt-step."""
     saved = saved_iterations(root)
     tracked = _tracked_if_readable(root)
     return [
@@ -117,7 +117,7 @@ def read_tracker(root: Path) -> int | str | None:
 
 
 def has_checkpoints(root: Path) -> bool:
-    """Whether ``root`` has checkpoints, even if the tracker file is lost."""
+    """Tell whether ``root`` has checkpoints, even if the tracker file is lost."""
     return bool(saved_iterations(root)) or os.path.lexists(root / TRACKER)
 
 
@@ -137,12 +137,14 @@ def _tracked_if_readable(root: Path) -> int | str | None:
 
 
 def _last_set(root: Path) -> int | str | None:
-    """The last value given to `set_latest`; None if unknown."""
+    """Return the last value given to `set_latest`; None if unknown."""
     try:
         text = read_plain(root / _LATEST).decode("ascii", "replace").strip()
     except OSError:
         return None
-    return text if text == RELEASE else int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
+    if text == RELEASE:
+        return text
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
 def check_tracker(root: Path) -> None:
@@ -165,14 +167,15 @@ def check_tracker(root: Path) -> None:
 
 
 def iteration_dir(root: Path, iteration: int | str) -> Path:
-    """The directory of an iteration, which has another name if a save died while replacing it."""
+    """Return the directory of an iteration, which has another name if a save died while replacing
+    it."""
     name = iteration_name(iteration)
-    replaced = root / f".{name}.replaced"
+    replaced = _hidden(root / name, "replaced")
     return replaced if not (root / name).exists() and replaced.exists() else root / name
 
 
 def is_leftover(name: str) -> bool:
-    """Whether the name belongs to an unfinished save."""
+    """Tell whether the name belongs to an unfinished save."""
     return bool(_LEFTOVER.fullmatch(name))
 
 
@@ -227,7 +230,7 @@ def _by_preference(root: Path) -> list[int | str]:
 
 
 def newest_whole(root: Path) -> Path | None:
-    """The directory that `find_whole` chooses; None if there is none."""
+    """Return the directory that `find_whole` chooses; None if there is none."""
     iteration, _ = find_whole(root)
     return None if iteration is None else iteration_dir(root, iteration)
 
@@ -275,7 +278,7 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def _final_name(directory: Path) -> str:
-    """The final name of an iteration that may be being written or replaced."""
+    """Return the final name of an iteration that may be being written or replaced."""
     return directory.name.split(".")[1] if is_leftover(directory.name) else directory.name
 
 
@@ -311,23 +314,28 @@ def read_manifest(directory: Path) -> list[FileRecord] | None:
             else f"it is not a manifest: {error!r:.100}"
         )
         raise UserError(f"{path} is damaged", why=why, fix=_go_back(directory)) from error
-    listed = {record.path for record in records}
-    if written_as != _final_name(directory) and _ITERATION.fullmatch(_final_name(directory)):
-        why = f"the directory was written as {written_as}, and copied or renamed"
-    elif any(
-        name.removeprefix(f"{ADAPTER}/").removeprefix(f"{CRITIC}/") != Path(name).name
-        for name in listed
+    fault = _fault_of_manifest(directory, written_as, {record.path for record in records})
+    if fault:
+        raise UserError(f"{path} is damaged", why=fault, fix=_go_back(directory))
+    return records
+
+
+def _fault_of_manifest(directory: Path, written_as: str, listed: set[str]) -> str:
+    """Describe a wrong entry of a manifest; "" if there is none."""
+    name = _final_name(directory)
+    if written_as != name and _ITERATION.fullmatch(name):
+        return f"the directory was written as {written_as}, and copied or renamed"
+    if any(
+        path.removeprefix(f"{ADAPTER}/").removeprefix(f"{CRITIC}/") != Path(path).name
+        for path in listed
     ):
-        why = "it lists files of other directories"
-    elif left_out := sorted(_NEEDED - listed):
-        why = f"it does not list {', '.join(left_out[:4])}"
-    else:
-        return records
-    raise UserError(f"{path} is damaged", why=why, fix=_go_back(directory))
+        return "it lists files of other directories"
+    left_out = sorted(_NEEDED - listed)
+    return f"it does not list {', '.join(left_out[:4])}" if left_out else ""
 
 
 def _is_ours(directory: Path) -> bool:
-    """Whether slime wrote a checkpoint, which it never does without a manifest."""
+    """Tell whether slime wrote a checkpoint, which it never does without a manifest."""
     try:
         return (directory / EXTRA_STATE).exists() or _OUR_MARK in read_plain(
             directory / "common.pt"
@@ -355,13 +363,13 @@ def check_complete(directory: Path) -> None:
                 _go_back(directory),
             )
         return
-    faults = [fault for record in records if (fault := _fault_of(directory, record))]
+    faults = [fault for record in records if (fault := _fault_of_file(directory, record))]
     if faults:
         why = first_few(faults, between="; ")
         raise UserError(f"{directory} is damaged", why=why, fix=_go_back(directory))
 
 
-def _fault_of(directory: Path, record: FileRecord) -> str:
+def _fault_of_file(directory: Path, record: FileRecord) -> str:
     """Describe a missing file or a wrong size; "" if the file has neither fault."""
     path = directory / record.path
     try:
@@ -400,7 +408,7 @@ def file_record(path: Path, checkpoint: Path) -> FileRecord:
 
 
 def file_fingerprint(path: Path) -> str:
-    """xxh3-128 of a file's bytes."""
+    """Return the xxh3-128 of a file's bytes."""
     import xxhash
 
     digest = xxhash.xxh3_128()
@@ -449,15 +457,19 @@ def partial_dir(final: Path) -> Path:
     except OSError as error:
         raise UserError(
             f"cannot write to {final.parent}",
-            why=f"{error.strerror}",
+            why=error.strerror or str(error),
             fix="pass a directory that you may write to",
         ) from error
     return path
 
 
 def partial_path(final: Path) -> Path:
-    """The hidden directory that is renamed to ``final`` when complete."""
-    return final.with_name(f".{final.name}.partial")
+    """Return the hidden directory that is renamed to ``final`` when complete."""
+    return _hidden(final, "partial")
+
+
+def _hidden(final: Path, state: str) -> Path:
+    return final.with_name(f".{final.name}.{state}")
 
 
 def discard_partial(final: Path) -> bool:
@@ -465,7 +477,7 @@ def discard_partial(final: Path) -> bool:
 
     The directory is renamed first, so that a writer that still runs cannot publish it.
     """
-    discarded = final.with_name(f".{final.name}.discarded")
+    discarded = _hidden(final, "discarded")
     shutil.rmtree(discarded, ignore_errors=True)
     try:
         partial_path(final).rename(discarded)
@@ -480,7 +492,7 @@ def publish(partial: Path, final: Path) -> None:
     afterwards; between the two renames it is at ``.<name>.replaced``, where `iteration_dir` finds
     it."""
     _bring_to_disk_below(partial)
-    replaced = final.with_name(f".{final.name}.replaced")
+    replaced = _hidden(final, "replaced")
     if replaced.exists() and final.exists():
         shutil.rmtree(replaced)
     if final.exists():
@@ -526,7 +538,7 @@ def retain(root: Path, keep: int | None) -> list[int]:
     for iteration in doomed:
         victim = root / iteration_name(iteration)
         # invisible at once, even if the removal is cut short
-        hidden = victim.with_name(f".{victim.name}.discarded")
+        hidden = _hidden(victim, "discarded")
         victim.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
     return doomed

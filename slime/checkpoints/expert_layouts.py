@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.models import ModelFamily, ModelSpec
-from slime.models.layouts import ROW, STACKED_GATE_UP, ParamMapping, TensorSource, Transposed
+from slime.models.layouts import (
+    ROW,
+    STACKED_GATE_UP,
+    ParamMapping,
+    TensorSource,
+    Transposed,
+    stack_slices,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +53,7 @@ class StackLayout:
         """Return the stack ``name`` in the published layout."""
         stack: TensorSource
         if self.pieces:
-            stack = _Experts([[stored(piece) for piece in expert] for expert in self.pieces])
+            stack = _StackedExperts([[stored(piece) for piece in expert] for expert in self.pieces])
         else:
             stack = stored(name)
         return _Swapped(stack) if self.is_transposed else stack
@@ -117,14 +124,7 @@ def _are_swapped(
     return stored == swapped and any(stored[name] != tuple(shapes[name]) for name in shapes)
 
 
-def _slices(index: Any) -> list[slice]:
-    given = list(index) if isinstance(index, tuple) else [index]
-    if given == [...]:
-        given = []
-    return given + [slice(None)] * (3 - len(given))
-
-
-class _Experts:
+class _StackedExperts:
     """A stack [experts, out, in] of separately stored matrices, read by slices."""
 
     def __init__(self, experts: Sequence[Sequence[TensorSource]]) -> None:
@@ -134,8 +134,8 @@ class _Experts:
     def __getitem__(self, index: Any) -> torch.Tensor:
         import torch
 
-        experts, rows, columns = _slices(index)
-        return torch.stack([_read(expert, rows, columns) for expert in self._experts[experts]])
+        experts, rows, columns = stack_slices(index)
+        return torch.stack([_read_rows(expert, rows, columns) for expert in self._experts[experts]])
 
 
 def _shape(pieces: Sequence[TensorSource]) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ def _common(shapes: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     return next((shape for shape in others if shape != first), first)
 
 
-def _read(pieces: Sequence[TensorSource], rows: slice, columns: slice) -> torch.Tensor:
+def _read_rows(pieces: Sequence[TensorSource], rows: slice, columns: slice) -> torch.Tensor:
     """Read rows of the concatenation of matrices."""
     import torch
 
@@ -173,5 +173,5 @@ class _Swapped:
         self.shape: Sequence[int] = (experts, columns, rows)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        experts, rows, columns = _slices(index)
+        experts, rows, columns = stack_slices(index)
         return self._stack[experts, columns, rows].transpose(-1, -2)

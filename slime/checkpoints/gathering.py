@@ -51,7 +51,7 @@ class PlacedParameter:
 
 
 def whole_bytes(one: PlacedParameter, placement: Placement) -> int:
-    """Bytes of the parameter with the pieces of all tensor-parallel ranks."""
+    """Return the bytes of the parameter with the pieces of all tensor-parallel ranks."""
     pieces = (placement.etp_size if one.is_expert else placement.tp_size) if one.is_cut else 1
     return pieces * one.nbytes
 

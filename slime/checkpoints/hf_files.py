@@ -130,8 +130,8 @@ class HfReader:
         self._open_stacks: dict[str, TensorSource] = {}
 
     def names(self) -> set[str]:
-        """Names of the tensors. Stacks stored in MXFP4 or one expert at a time have the names of
-        unquantised, stacked tensors."""
+        """Return the names of the tensors. Stacks stored in MXFP4 or one expert at a time have the
+        names of unquantised, stacked tensors."""
         parts = {part for pair in self._mxfp4.values() for part in pair}
         parts.update(part for layout in self._stacks.values() for part in layout.names)
         whole = {name for name in self._stacks if not self._absent(name)}
@@ -391,7 +391,7 @@ _WRAPPERS = ("model.", "module.", "base_model.model.", "_orig_mod.", "language_m
 
 
 def _fix_of(missing: list[str], unknown: list[str]) -> str:
-    """What to do about missing and unknown tensors."""
+    """Return what to do about missing and unknown tensors."""
     if missing == ["lm_head.weight"] and not unknown:
         return (
             "download the missing file again; if the output layer is the embedding, set "

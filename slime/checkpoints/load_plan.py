@@ -33,7 +33,7 @@ from slime.files import read_plain
 from slime.models.peft_config import is_adapter_dir
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoadPlan:
     """The weights to load and the rollout to start from.
 
@@ -53,11 +53,11 @@ class LoadPlan:
 
     kind: Literal["megatron", "hf"]
     path: Path
-    iteration: int | None
-    start_rollout_id: int
-    load_optimizer: bool
-    load_rng: bool
-    is_resume: bool
+    iteration: int | None = None
+    start_rollout_id: int = 0
+    load_optimizer: bool = False
+    load_rng: bool = False
+    is_resume: bool = False
     note: str
     damaged: tuple[Damage, ...] = ()
 
@@ -84,32 +84,37 @@ def resolve_load(config: Config, corrupt: Sequence[Damage] = ()) -> LoadPlan:
             --save has another run's checkpoints.
     """
     flags = config.checkpoint
-    given = flags.load
-    resumable = (
-        given is not None and flags.save is not None and _same(Path(given), Path(flags.save))
-    )
-    if given is not None and not resumable and not Path(given).exists():
-        raise _nothing_there(Path(given), "--load")
+    step = flags.ckpt_step
+    resumable = loads_from_save(config)
+    root = None if flags.load is None else Path(flags.load)
+    if root is not None and not resumable and not root.exists():
+        raise _no_weights_error(root, "--load")
     if not resumable and flags.save is not None:
         _refuse_foreign_save(Path(flags.save))
-    if given is not None:
-        root = Path(given)
-        if resumable and flags.ckpt_step is None and has_checkpoints(root):
-            return _newest_own(config, root, corrupt)
-        if resumable and flags.ckpt_step is None and not _looks_like_checkpoint(root):
-            return _fresh(config, f"nothing saved yet in {root} (--load is --save)")
-        tracked = read_tracker(root)
-        if tracked is not None or (flags.ckpt_step is not None and saved_iterations(root)):
-            return _megatron(
-                config, *_pick(root, tracked, flags.ckpt_step, "--ckpt-step"), resumable
-            )
-        if is_hf_dir(root):
-            _refuse_step(root, flags.ckpt_step, "--ckpt-step")
-            return _weights_only(
-                "hf", root, f"Hugging Face weights from {root}", config.rollout.start_rollout_id
-            )
-        raise _nothing_there(root, "--load")
-    return _fresh(config, "no --load")
+    if root is None:
+        return _plan_fresh_start(config, "no --load")
+    if resumable and step is None and has_checkpoints(root):
+        return _plan_resume(config, root, corrupt)
+    if resumable and step is None and not _looks_like_checkpoint(root):
+        return _plan_fresh_start(config, f"nothing saved yet in {root} (--load is --save)")
+    tracked = read_tracker(root)
+    if tracked is not None or (step is not None and saved_iterations(root)):
+        path, iteration = _pick_iteration(root, tracked, step, "--ckpt-step")
+        return _plan_megatron(config, path, iteration, resumable)
+    if is_hf_dir(root):
+        _refuse_step(root, step, "--ckpt-step")
+        start = config.rollout.start_rollout_id
+        return _plan_weights_only("hf", root, f"Hugging Face weights from {root}", start)
+    raise _no_weights_error(root, "--load")
+
+
+def loads_from_save(config: Config) -> bool:
+    """Tell whether --load and --save are one directory: the same command is repeated until the run
+    is done, whether or not something was saved yet."""
+    flags = config.checkpoint
+    if flags.load is None or flags.save is None:
+        return False
+    return Path(flags.load).resolve() == Path(flags.save).resolve()
 
 
 def check_length(config: Config, plan: LoadPlan) -> None:
@@ -130,7 +135,7 @@ def check_length(config: Config, plan: LoadPlan) -> None:
         )
 
 
-def going_on(config: Config) -> Config:
+def config_for_resume(config: Config) -> Config:
     """Return the configuration with which a run resumes from its newest checkpoint, without the
     flags for the start of its first launch. Before the first checkpoint it is unchanged.
 
@@ -167,7 +172,7 @@ def resolve_reference(config: Config) -> LoadPlan:
         raise UserError(
             "no weights for the reference model", fix="pass --ref-load or --hf-checkpoint"
         )
-    return _reference_weights(config, "reference model from")
+    return _plan_initial_weights(config, "reference model from")
 
 
 def reference_adapter(config: Config) -> Path | None:
@@ -205,7 +210,7 @@ def unused_reference(config: Config) -> str:
     given = _own_reference(config)
     if given is None or config.algorithm.needs_reference or config.lora.lora_rank:
         return ""
-    if flags.load is None or (flags.save is not None and _same(Path(flags.load), Path(flags.save))):
+    if flags.load is None or loads_from_save(config):
         return ""
     return (
         f"--ref-load {given} has no effect: training starts from --load {flags.load}, and neither "
@@ -216,10 +221,9 @@ def unused_reference(config: Config) -> str:
 def unused_schedule(config: Config, plan: LoadPlan) -> str:
     """Return the warning that there are no settings of a schedule to take from the checkpoint;
     else "". A first start of a run that resumes from its own checkpoints has none yet."""
-    flags = config.checkpoint
-    resumes = flags.save is not None and _same(Path(str(flags.load)), Path(flags.save))
-    asked = config.megatron.use_checkpoint_opt_param_scheduler
-    if not asked or plan.load_optimizer or (resumes and plan.iteration is None):
+    is_asked = config.megatron.use_checkpoint_opt_param_scheduler
+    is_first_start = loads_from_save(config) and plan.iteration is None
+    if not is_asked or plan.load_optimizer or is_first_start:
         return ""
     return (
         "--use-checkpoint-opt-param-scheduler has no effect: the settings come with the state of "
@@ -238,9 +242,9 @@ def resolve_critic(config: Config, plan: LoadPlan) -> LoadPlan:
     given = config.critic.critic_load
     if given is None:
         if config.lora.lora_rank:  # the policy's checkpoint may hold only its adapters
-            return _reference_weights(config, "starts from")
-        return _weights_only(plan.kind, plan.path, f"starts from {plan.path}", None)
-    return _of_either_kind("--critic-load", Path(given), "--critic-load", None, "starts from")
+            return _plan_initial_weights(config, "starts from")
+        return _plan_weights_only(plan.kind, plan.path, f"starts from {plan.path}", None)
+    return _plan_either_kind("--critic-load", Path(given), "--critic-load", None, "starts from")
 
 
 def base_of_critic(config: Config, recorded: str | None) -> LoadPlan:
@@ -252,7 +256,7 @@ def base_of_critic(config: Config, recorded: str | None) -> LoadPlan:
         UserError: they are no longer there.
     """
     if recorded is None:
-        return _reference_weights(config, "critic: frozen layers from")
+        return _plan_initial_weights(config, "critic: frozen layers from")
     path = Path(recorded)
     if not path.is_dir():
         raise UserError(
@@ -262,7 +266,7 @@ def base_of_critic(config: Config, recorded: str | None) -> LoadPlan:
             fix="put it back, or start another run, with another --critic-load",
         )
     kind: Literal["megatron", "hf"] = "hf" if is_hf_dir(path) else "megatron"
-    return _weights_only(kind, path, f"critic: frozen layers from {path}", None)
+    return _plan_weights_only(kind, path, f"critic: frozen layers from {path}", None)
 
 
 def resolve_teacher(config: Config, teacher: Teacher) -> LoadPlan:
@@ -271,7 +275,7 @@ def resolve_teacher(config: Config, teacher: Teacher) -> LoadPlan:
     Raises:
         UserError: as `resolve_load`.
     """
-    return _of_either_kind(
+    return _plan_either_kind(
         "--opd-teacher-load",
         Path(teacher.source),
         "--opd-teacher-ckpt-step",
@@ -281,7 +285,7 @@ def resolve_teacher(config: Config, teacher: Teacher) -> LoadPlan:
 
 
 def is_hf_dir(path: Path) -> bool:
-    """Whether the directory has a config.json of a Hugging Face model: with a model_type or
+    """Tell whether the directory has a config.json of a Hugging Face model: with a model_type or
     architectures."""
     try:
         data = json.loads(read_plain(path / "config.json"))
@@ -290,52 +294,53 @@ def is_hf_dir(path: Path) -> bool:
     return isinstance(data, dict) and ("model_type" in data or "architectures" in data)
 
 
-def _fresh(config: Config, reason: str) -> LoadPlan:
+def _plan_fresh_start(config: Config, reason: str) -> LoadPlan:
     if _initial_weights(config) is None:
         raise UserError(
             "no weights to start from",
             why=reason,
             fix="pass --hf-checkpoint, or --load with a checkpoint",
         )
-    return _reference_weights(
+    return _plan_initial_weights(
         config, f"{reason}: fresh start from", start=config.rollout.start_rollout_id
     )
 
 
 def _initial_weights(config: Config) -> tuple[str, str] | None:
-    """(flag, value) of the weights of the reference model, with which a fresh start begins too."""
+    """Return (flag, value) of the weights of the reference model, with which a fresh start begins
+    too."""
     own = None if reference_adapter(config) else _own_reference(config)
     given = {"--ref-load": own, "--hf-checkpoint": config.checkpoint.hf_checkpoint}
     return next(((flag, path) for flag, path in given.items() if path), None)
 
 
 def _own_reference(config: Config) -> str | None:
-    """The value of --ref-load, if the user gave one."""
+    """Return the value of --ref-load, if the user gave one."""
     derived = config.origins["ref_load"].startswith("derived")
     return None if derived else config.checkpoint.ref_load
 
 
-def _reference_weights(config: Config, note: str, start: int | None = None) -> LoadPlan:
+def _plan_initial_weights(config: Config, note: str, start: int | None = None) -> LoadPlan:
     """Return the plan of initial weights, of either kind; the path is appended to ``note``."""
     named = _initial_weights(config)
     assert named is not None
     flag, root = named
     step = config.checkpoint.ref_ckpt_step
-    return _of_either_kind(flag, Path(root), "--ref-ckpt-step", step, note, start)
+    return _plan_either_kind(flag, Path(root), "--ref-ckpt-step", step, note, start)
 
 
-def _of_either_kind(
+def _plan_either_kind(
     flag: str, root: Path, step_flag: str, step: int | None, note: str, start: int | None = None
 ) -> LoadPlan:
     """Return the plan of weights in the directory of ``flag``, at iteration ``step``."""
     tracked = read_tracker(root)
     if tracked is not None or (step is not None and saved_iterations(root)):
-        path, _ = _pick(root, tracked, step, step_flag)
-        return _weights_only("megatron", path, f"{note} {path}", start)
+        path, _ = _pick_iteration(root, tracked, step, step_flag)
+        return _plan_weights_only("megatron", path, f"{note} {path}", start)
     if is_hf_dir(root):
         _refuse_step(root, step, step_flag)
-        return _weights_only("hf", root, f"{note} {root}", start)
-    raise _nothing_there(root, flag)
+        return _plan_weights_only("hf", root, f"{note} {root}", start)
+    raise _no_weights_error(root, flag)
 
 
 def _refuse_step(
@@ -350,14 +355,14 @@ def _refuse_step(
         )
 
 
-def _weights_only(
+def _plan_weights_only(
     kind: Literal["megatron", "hf"], path: Path, note: str, start: int | None
 ) -> LoadPlan:
-    return LoadPlan(kind, path, None, start or 0, False, False, False, note)
+    return LoadPlan(kind=kind, path=path, start_rollout_id=start or 0, note=note)
 
 
-def _newest_own(config: Config, root: Path, corrupt: Sequence[Damage]) -> LoadPlan:
-    """The plan of a run that resumes from its own checkpoints."""
+def _plan_resume(config: Config, root: Path, corrupt: Sequence[Damage]) -> LoadPlan:
+    """Return the plan of a run that resumes from its own checkpoints."""
     check_tracker(root)
     found, damaged = find_whole(root, corrupt)
     if found is None:
@@ -368,7 +373,7 @@ def _newest_own(config: Config, root: Path, corrupt: Sequence[Damage]) -> LoadPl
             fix=f"move {root} away to start over from the weights that config.json of the run "
             "names (load, ref_load, hf_checkpoint); samples in the journal are not generated again",
         )
-    plan = _megatron(
+    plan = _plan_megatron(
         config, iteration_dir(root, found), None if found == RELEASE else int(found), True
     )
     skipped = "".join(
@@ -377,13 +382,13 @@ def _newest_own(config: Config, root: Path, corrupt: Sequence[Damage]) -> LoadPl
     return replace(plan, note=plan.note + skipped, damaged=tuple(damaged))
 
 
-def _megatron(config: Config, path: Path, iteration: int | None, resumable: bool) -> LoadPlan:
+def _plan_megatron(config: Config, path: Path, iteration: int | None, resumable: bool) -> LoadPlan:
     flags = config.checkpoint
     start = config.rollout.start_rollout_id
     if iteration is None or flags.finetune:
         why = "--finetune" if flags.finetune else "converted weights"
         note = f"weights from {path} ({why}): starts at rollout {start or 0}"
-        return _weights_only("megatron", path, note, start)
+        return _plan_weights_only("megatron", path, note, start)
     start = iteration + 1 if start is None else start
     return LoadPlan(
         kind="megatron",
@@ -397,7 +402,7 @@ def _megatron(config: Config, path: Path, iteration: int | None, resumable: bool
     )
 
 
-def _pick(
+def _pick_iteration(
     root: Path, tracked: int | str | None, step: int | None, flag: str
 ) -> tuple[Path, int | None]:
     """Return the directory of the requested iteration, checked to be complete, and the iteration
@@ -417,10 +422,6 @@ def _pick(
     return path, None if wanted == RELEASE else int(wanted)
 
 
-def _same(left: Path, right: Path) -> bool:
-    return left.resolve() == right.resolve()
-
-
 def _refuse_foreign_save(root: Path) -> None:
     """Refuse a --save directory with another run's checkpoints, if the run does not resume."""
     saved = saved_iterations(root)
@@ -434,7 +435,8 @@ def _refuse_foreign_save(root: Path) -> None:
 
 
 def _looks_like_checkpoint(root: Path) -> bool:
-    """Whether the directory has anything like a checkpoint, which a fresh start would ignore."""
+    """Tell whether the directory has anything like a checkpoint, which a fresh start would
+    ignore."""
     if not root.is_dir():
         return root.exists()
     suffixes = (".safetensors", ".distcp", ".bin", ".pt")
@@ -445,7 +447,7 @@ def _looks_like_checkpoint(root: Path) -> bool:
     ) or is_hf_dir(root)
 
 
-def _nothing_there(root: Path, flag: str) -> UserError:
+def _no_weights_error(root: Path, flag: str) -> UserError:
     if not root.exists():
         what = f"{flag} {root} does not exist"
         why = ""
@@ -453,7 +455,7 @@ def _nothing_there(root: Path, flag: str) -> UserError:
         what = f"{flag} {root} is not a directory"
         why = ""
     else:
-        if damaged := _damage(root / "config.json"):
+        if damaged := _json_damage(root / "config.json"):
             what = f"{root / 'config.json'} is damaged"
             return UserError(
                 what, why=damaged, fix="download or copy it again; the file may be truncated"
@@ -466,7 +468,7 @@ def _nothing_there(root: Path, flag: str) -> UserError:
     return UserError(what, why=why, fix=_FIXES[flag])
 
 
-def _damage(file: Path) -> str:
+def _json_damage(file: Path) -> str:
     """Describe why a file is not a JSON object; "" if it is one, or does not exist."""
     if not file.is_file():
         return ""

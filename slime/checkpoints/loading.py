@@ -73,11 +73,9 @@ class LoadReport:
         amount = f"{self.num_loaded} parameters ({self.num_elements / 1e6:,.1f} M numbers)"
         text = ", ".join((f"loaded {amount}", *self.parts))
         text += f" from {self.files} file(s) of {self.directory} in {self.seconds:.1f} s"
-        return text + (
-            f"; {self.num_ignored} entries of Transformer Engine are not used"
-            if self.num_ignored
-            else ""
-        )
+        if self.num_ignored:
+            text += f"; {self.num_ignored} entries of Transformer Engine are not used"
+        return text
 
 
 @dataclass(frozen=True)
@@ -228,14 +226,14 @@ def _check_adapters(state: TrainerState, saved: dict[str, Any], directory: Path)
 
 
 def read_extra_state(directory: Path) -> dict[str, Any]:
-    """The run's own state in a checkpoint; {} if there is none."""
+    """Return the run's own state in a checkpoint; {} if there is none."""
     path = directory / EXTRA_STATE
     # unpickles arbitrary objects, as it contains samples; the run's own directory is trusted
     return torch.load(path, map_location="cpu", weights_only=False) if path.is_file() else {}
 
 
 def saved_reference(plan: LoadPlan) -> int | None:
-    """The rollout after which the reference model in the checkpoint was copied; None: the
+    """Return the rollout after which the reference model in the checkpoint was copied; None: the
     checkpoint has no reference model, or only its weights are loaded (--finetune).
     """
     if plan.kind != "megatron" or plan.iteration is None:

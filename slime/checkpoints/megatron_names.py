@@ -86,7 +86,7 @@ def belongs(name: str, part: ModelPart) -> bool:
 
 
 def unwrapped(model_chunks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The GPT models inside Megatron's wrappers (DistributedDataParallel, Float16Module)."""
+    """Return the GPT models inside Megatron's wrappers (DistributedDataParallel, Float16Module)."""
     # without Megatron nothing can be wrapped; its import on a CPU needs preparation
     if "megatron.core" not in sys.modules:
         return list(model_chunks)
@@ -96,8 +96,8 @@ def unwrapped(model_chunks: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def stored_tensors(model_chunks: Sequence[nn.Module]) -> list[torch.Tensor]:
-    """The tensors of this rank's chunks that checkpoints hold: parameters and persistent buffers (a
-    router's expert bias)."""
+    """Return the tensors of this rank's chunks that checkpoints hold: parameters and persistent
+    buffers (a router's expert bias)."""
     found: list[torch.Tensor] = []
     for chunk in model_chunks:
         found += chunk.parameters()
@@ -176,8 +176,8 @@ def _unstacked(weights: torch.Tensor) -> Iterator[nn.Parameter]:
 
 
 def _layer_numbers(chunk: nn.Module) -> dict[int, int]:
-    """Local layer number → global layer number, both from 0. Megatron's ``layer_number`` is global
-    and counts from 1."""
+    """Map local layer numbers to global ones, both from 0. Megatron's ``layer_number`` is
+    global and counts from 1."""
     layers = chunk.get_submodule("decoder.layers")
     return {
         int(local): int(layer.layer_number) - 1  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from slime.models.layouts import TensorSource
+from slime.models.layouts import TensorSource, stack_slices
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ BLOCK = 32
 _BIAS = 127
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 #: Midpoints between neighbouring magnitudes; ties are rounded to the even code.
-_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _SIGN = 8
 
 
@@ -64,8 +64,8 @@ def encode(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exponent = exponent.masked_fill(largest == 0, 0).clamp(-_BIAS, _BIAS)
     scaled = torch.ldexp(values, -exponent[..., None])
     codes = torch.zeros_like(scaled, dtype=torch.uint8)
-    for place, middle in enumerate(_MIDDLES):
-        goes_up = scaled.abs() >= middle if place % 2 else scaled.abs() > middle
+    for place, midpoint in enumerate(_MIDPOINTS):
+        goes_up = scaled.abs() >= midpoint if place % 2 else scaled.abs() > midpoint
         codes += goes_up.to(torch.uint8)
     codes += torch.signbit(scaled).to(torch.uint8) * _SIGN
     pairs = codes.unflatten(-1, (-1, 2))
@@ -89,10 +89,7 @@ class Mxfp4Tensor:
     def __getitem__(self, index: Any) -> torch.Tensor:
         import torch
 
-        given = list(index) if isinstance(index, tuple) else [index]
-        if given == [...]:
-            given = []
-        experts, columns, rows = given + [slice(None)] * (3 - len(given))
+        experts, columns, rows = stack_slices(index)
         start, stop, _ = columns.indices(self.shape[1])
         blocks = slice(start // BLOCK, -(-stop // BLOCK))
         numbers = decode(

@@ -179,7 +179,7 @@ def ensure_state(optimizer: Any) -> None:
 
 
 def sharded_optimizer_state(optimizer: Any, model_state: StateDict) -> StateDict:
-    """The optimizer as part of a sharded state dict. Collective.
+    """Return the optimizer as part of a sharded state dict. Collective.
 
     Args:
         model_state: the model's sharded state dict, whose data are the parameters themselves.
@@ -240,7 +240,7 @@ class OptimizerTensors:
 
 
 def optimizer_tensors(optimizer: Any, model_state: StateDict) -> OptimizerTensors:
-    """Every box that this rank holds; see `sharded_optimizer_state` for ``model_state``."""
+    """Return every box that this rank holds; see `sharded_optimizer_state` for ``model_state``."""
     places = _places(model_state)
     found = OptimizerTensors([], [])
     for part in parts(optimizer):
@@ -386,7 +386,7 @@ def _overlap(one: TensorSlice, other: TensorSlice) -> TensorSlice | None:
 
 
 def _instance(part: Any) -> int:
-    """The instance number of a distributed optimizer, if there are several instances."""
+    """Return the instance number of a distributed optimizer, if there are several instances."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     return part.distributed_optimizer_instance_id if isinstance(part, DistributedOptimizer) else 0
@@ -426,8 +426,8 @@ def _with_tuples(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
-    """The settings that identify a parameter group at every layout. Some writers prefix their names
-    with ``pre_``."""
+    """Return the settings that identify a parameter group at every layout. Some writers prefix
+    their names with ``pre_``."""
     return tuple(group.get(name, group.get(f"pre_{name}")) for name in _IDENTITY)
 
 
@@ -443,7 +443,7 @@ def _matching(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, A
 
 
 def _find_groups(saved: Any) -> Iterator[dict[str, Any]]:
-    """All parameter groups in a saved optimizer; a chained one is saved as several."""
+    """Yield all parameter groups in a saved optimizer; a chained one is saved as several."""
     if isinstance(saved, dict):
         yield from saved.get("param_groups", ())
         for value in saved.values():
@@ -461,6 +461,6 @@ def _find(saved: Any, name: str) -> Any:
 
 
 def _scaler(optimizer: Any) -> Any:
-    """The dynamic loss scale of fp16 training; all parts share one."""
+    """Return the dynamic loss scale of fp16 training; all parts share one."""
     scalers = (vars(part).get("grad_scaler") for part in parts(optimizer))
     return next((scaler for scaler in scalers if scaler is not None), None)

@@ -162,16 +162,16 @@ class _Computed:
 
 @dataclass(frozen=True)
 class _Factors:
-    """A and B of one module."""
+    """A [rank, in] and B [out, rank] of one module, whose product is scaled by ``scaling``."""
 
-    down: TensorSource
-    up: TensorSource
+    a: TensorSource
+    b: TensorSource
     scaling: float
     names: tuple[str, str] = ("lora_A.weight", "lora_B.weight")
 
     @property
     def rank(self) -> int:
-        return int(self.down.shape[0])
+        return int(self.a.shape[0])
 
 
 def read_adapter(directory: str | Path, family: ModelFamily | None = None) -> PeftAdapter:
@@ -329,10 +329,10 @@ def _read_module(
             why=f"there is {', '.join(keys.values())} alone",
             fix="save the adapter again: it is incomplete",
         )
-    down, up = (LazyTensor(content.get_slice(keys[side])) for side in sides)
-    if len(down.shape) != 2 or len(up.shape) != 2:
+    a, b = (LazyTensor(content.get_slice(keys[side])) for side in sides)
+    if len(a.shape) != 2 or len(b.shape) != 2:
         raise UserError(
-            f"{path}: {module} has factors of shape {list(down.shape)} and {list(up.shape)}",
+            f"{path}: {module} has factors of shape {list(a.shape)} and {list(b.shape)}",
             why="factors are matrices",
             fix="save the adapter with PEFT, which writes no others",
         )
@@ -340,18 +340,18 @@ def _read_module(
     if stacked is not None:
         leaf = _stacked_leaf(stacked, all_modules, config, path)
         rank, scaling = _scaling(config, f"{stacked['experts']}.{leaf}")
-        factors = _Factors(down, up, scaling)
+        factors = _Factors(a, b, scaling)
         return _read_stacked(stacked["experts"], leaf, factors, rank, config, path)
     _check_is_target(module, config, path)
     rank, scaling = _scaling(config, module)
-    if down.shape[0] != rank or up.shape[1] != rank:
+    if a.shape[0] != rank or b.shape[1] != rank:
         raise UserError(
-            f"{path}: {module} has factors of shape {list(down.shape)} and {list(up.shape)}",
+            f"{path}: {module} has factors of shape {list(a.shape)} and {list(b.shape)}",
             why=f"{CONFIG} gives the module rank {rank}",
             fix="use the config that belongs to the weights",
         )
     names = sides if is_embedding else tuple(f"{side}.weight" for side in sides)
-    return {module: _Factors(down, up, scaling, (names[0], names[1]))}
+    return {module: _Factors(a, b, scaling, (names[0], names[1]))}
 
 
 def _scaling(config: Mapping[str, Any], module: str) -> tuple[int, float]:
@@ -422,8 +422,8 @@ def _read_stacked(
     path: Path,
 ) -> dict[str, _Factors]:
     """Split the stacked factors of a layer into those of its experts."""
-    rows, width = factors.down.shape
-    features, columns = factors.up.shape
+    rows, width = factors.a.shape
+    features, columns = factors.b.shape
     count, rest = divmod(rows, rank)
     if rest or columns != rows:
         raise UserError(
@@ -434,20 +434,18 @@ def _read_stacked(
         )
 
     @lru_cache(maxsize=1)
-    def whole_up() -> torch.Tensor:
-        return factors.up[:].reshape(features, rank, count)
+    def whole_b() -> torch.Tensor:
+        return factors.b[:].reshape(features, rank, count)
 
     def part(expert: int, ranks: slice, outputs: slice) -> _Factors:
         first, last, _ = ranks.indices(rank)
         start, end, _ = outputs.indices(features)
-        down = _Computed(
+        a = _Computed(
             (last - first, width),
-            lambda: factors.down[expert * rank + first : expert * rank + last],
+            lambda: factors.a[expert * rank + first : expert * rank + last],
         )
-        up = _Computed(
-            (end - start, last - first), lambda: whole_up()[start:end, first:last, expert]
-        )
-        return _Factors(down, up, factors.scaling)
+        b = _Computed((end - start, last - first), lambda: whole_b()[start:end, first:last, expert])
+        return _Factors(a, b, factors.scaling)
 
     every = slice(None)
     if leaf == _DOWN:
@@ -458,7 +456,7 @@ def _read_stacked(
     gate_ranks = every
     up_ranks = every
     others = (int(config.get("r", 8)), _scaling(config, f"{experts}.{_DOWN}")[0])
-    if rank in (2 * other for other in others) and not _off_diagonal(whole_up(), rank // 2, half):
+    if rank in (2 * other for other in others) and not _off_diagonal(whole_b(), rank // 2, half):
         gate_ranks = slice(0, rank // 2)
         up_ranks = slice(rank // 2, rank)
     found = {}
@@ -468,10 +466,10 @@ def _read_stacked(
     return found
 
 
-def _off_diagonal(up: torch.Tensor, rank: int, half: int) -> bool:
+def _off_diagonal(b: torch.Tensor, rank: int, half: int) -> bool:
     """Tell whether gate and up share directions. PEFT makes B [2·out, 2·rank, experts]
     block-diagonal when it loads separate adapters, but trains all entries."""
-    return bool(up[:half, rank:].any()) or bool(up[half:, :rank].any())
+    return bool(b[:half, rank:].any()) or bool(b[half:, :rank].any())
 
 
 # -- one rank, one scaling -------------------------------------------------------------------------
@@ -479,11 +477,9 @@ def _off_diagonal(up: torch.Tensor, rank: int, half: int) -> bool:
 
 def _is_void(factors: _Factors) -> bool:
     """Tell whether both factors are zero, as `write_adapter` adds such modules."""
-    if not isinstance(factors.down, LazyTensor) or not isinstance(factors.up, LazyTensor):
+    if not isinstance(factors.a, LazyTensor) or not isinstance(factors.b, LazyTensor):
         return False
-    return not bool(factors.down[:1].any()) and not bool(
-        factors.down[:].any() or factors.up[:].any()
-    )
+    return not bool(factors.a[:1].any()) and not bool(factors.a[:].any() or factors.b[:].any())
 
 
 def _folded(factors: _Factors, rank: int, scaling: float) -> tuple[TensorSource, TensorSource]:
@@ -491,21 +487,21 @@ def _folded(factors: _Factors, rank: int, scaling: float) -> tuple[TensorSource,
     import torch
 
     missing = rank - factors.rank
-    down = factors.down
-    up = factors.up
+    a = factors.a
+    b = factors.b
     if missing:
-        down = _Computed(
-            (rank, *factors.down.shape[1:]),
-            lambda: torch.nn.functional.pad(factors.down[:], (0, 0, 0, missing)),
+        a = _Computed(
+            (rank, *factors.a.shape[1:]),
+            lambda: torch.nn.functional.pad(factors.a[:], (0, 0, 0, missing)),
         )
     if missing or factors.scaling != scaling:
         ratio = factors.scaling / scaling
 
-        up = _Computed(
-            (factors.up.shape[0], rank),
-            lambda: torch.nn.functional.pad(_scaled(factors.up[:], ratio), (0, missing)),
+        b = _Computed(
+            (factors.b.shape[0], rank),
+            lambda: torch.nn.functional.pad(_scaled(factors.b[:], ratio), (0, missing)),
         )
-    return down, up
+    return a, b
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
@@ -586,8 +582,8 @@ def _fit(
     """Make one tensor of the table from those of the file, which must be equal if there are
     several."""
     source = adapter[names[0]]
-    is_up = _side(names[0]) == "B"
-    axis = 1 if is_up else 0
+    is_b = _side(names[0]) == "B"
+    axis = 1 if is_b else 0
     rank = shape[axis]
     rest = (source.shape[1 - axis], shape[1 - axis])
     if rest[0] != rest[1]:
@@ -596,7 +592,7 @@ def _fit(
             why="it is an adapter of another model",
             fix=f"use the base that it was trained on ({adapter.base or 'which it does not name'})",
         )
-    if len(names) == 1 and source.shape[axis] == rank and (ratio == 1 or not is_up):
+    if len(names) == 1 and source.shape[axis] == rank and (ratio == 1 or not is_b):
         return source
 
     def make() -> torch.Tensor:
@@ -616,7 +612,7 @@ def _fit(
                 fix="leave --lora-rank-by-topk out",
             )
         kept = whole.narrow(axis, 0, rank)
-        return _scaled(kept, ratio) if is_up else kept
+        return _scaled(kept, ratio) if is_b else kept
 
     return _Computed(shape, make)
 
@@ -817,11 +813,11 @@ def _zeros(tensors: Mapping[str, TensorSource], spec: ModelSpec) -> dict[str, to
         for partner in next((one for one in FUSED_SETS if leaf in one), ()):
             missing = f"{parent}.{partner}"
             if f"{missing}.weight" in shapes and peft_name(missing, "A") not in tensors:
-                down = tensors[peft_name(module, "A")]
-                dtype = down[:1].dtype
+                a = tensors[peft_name(module, "A")]
+                dtype = a[:1].dtype
                 rows = shapes[f"{missing}.weight"][0]
-                zeros[peft_name(missing, "A")] = torch.zeros(tuple(down.shape), dtype=dtype)
-                zeros[peft_name(missing, "B")] = torch.zeros(rows, down.shape[0], dtype=dtype)
+                zeros[peft_name(missing, "A")] = torch.zeros(tuple(a.shape), dtype=dtype)
+                zeros[peft_name(missing, "B")] = torch.zeros(rows, a.shape[0], dtype=dtype)
     return zeros
 
 
@@ -844,12 +840,12 @@ def _padded(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, _Output
 
     outputs = {}
     for name, tensor in tensors.items():
-        is_up = _side(name) == "B"
-        missing = rank - tensor.shape[1 if is_up else 0]
-        padding = (0, missing) if is_up else (0, 0, 0, missing)
-        shape = (tensor.shape[0], rank) if is_up else (rank, tensor.shape[1])
+        is_b = _side(name) == "B"
+        missing = rank - tensor.shape[1 if is_b else 0]
+        padding = (0, missing) if is_b else (0, 0, 0, missing)
+        shape = (tensor.shape[0], rank) if is_b else (rank, tensor.shape[1])
         # the lower rank was scaled by alpha / (rank - missing)
-        ratio = rank / (rank - missing) if is_up else 1.0
+        ratio = rank / (rank - missing) if is_b else 1.0
 
         def make(
             tensor: torch.Tensor = tensor,
@@ -863,7 +859,7 @@ def _padded(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, _Output
 
 
 def _dense_beside_experts(modules: Iterable[str]) -> list[str]:
-    """Target parameters for the dense MLPs and shared experts of a model with experts.
+    """Name the target parameters for the dense MLPs and shared experts of a model with experts.
 
     For such a model, PEFT applies targets named gate_proj, up_proj or down_proj only to routed
     experts, unless they are target parameters.
@@ -881,17 +877,17 @@ def _dense_beside_experts(modules: Iterable[str]) -> list[str]:
 def _stacked_config(
     modules: Iterable[str], expert_rank: int, alpha: float, rank: int
 ) -> dict[str, Any]:
-    """Entries of the config about experts' parameters, for the layout peft-3d."""
+    """Return the config's entries about experts' parameters in the layout peft-3d."""
     modules = list(modules)
     found = [_EXPERT.fullmatch(module) for module in modules]
-    leafs = {one["leaf"] for one in found if one is not None}
-    if not leafs:
+    leaves = {one["leaf"] for one in found if one is not None}
+    if not leaves:
         return {}
     others = {module.rpartition(".")[2] for module, one in zip(modules, found) if one is None}
     ranks = {
         leaf: times * expert_rank
         for leaf, times, part in ((_GATE_UP, 2, "gate_proj"), (_DOWN, 1, _DOWN))
-        if part in leafs
+        if part in leaves
     }
     alphas = {leaf: alpha * one / expert_rank for leaf, one in ranks.items()}
     patterns = {leaf: rf".*\.experts\.{leaf}" for leaf in ranks}
@@ -899,15 +895,13 @@ def _stacked_config(
         "target_modules": sorted(others - set(_MLP_LEAVES)),
         "target_parameters": [f"experts.{leaf}" for leaf in ranks] + _dense_beside_experts(modules),
         "rank_pattern": {patterns[leaf]: one for leaf, one in ranks.items() if one != rank},
+        # whole numbers as int
         "alpha_pattern": {
-            patterns[leaf]: _number(one) for leaf, one in alphas.items() if one != alpha
+            patterns[leaf]: int(one) if float(one).is_integer() else one
+            for leaf, one in alphas.items()
+            if one != alpha
         },
     }
-
-
-def _number(value: float) -> float:
-    """Return a whole number as int."""
-    return int(value) if float(value).is_integer() else value
 
 
 def _stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Output]:
@@ -922,20 +916,20 @@ def _stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Output]:
         else:
             experts.setdefault(found["experts"], {})[int(found["expert"]), found["leaf"]] = module
     for module, parts in experts.items():
-        leafs = {leaf for _, leaf in parts}
+        leaves = {leaf for _, leaf in parts}
         count = 1 + max(expert for expert, _ in parts)
         for outer, inner in ((".base_layer", ("gate_proj", "up_proj")), ("", (_DOWN,))):
-            if not leafs & set(inner):
+            if not leaves & set(inner):
                 continue
             # if only one of both is adapted there is only one wrapper
-            place = outer if _DOWN in leafs else ""
+            place = outer if _DOWN in leaves else ""
             chosen = [[parts[expert, leaf] for leaf in inner] for expert in range(count)]
             first = [tensors[peft_name(one, side)] for one in chosen[0] for side in ("A", "B")]
             rank = sum(one.shape[0] for one in first[::2])
             rows = sum(one.shape[0] for one in first[1::2])
             sides: tuple[tuple[Side, tuple[int, int], Any], ...] = (
-                ("A", (count * rank, first[0].shape[1]), _stacked_down),
-                ("B", (rows, rank * count), _stacked_up),
+                ("A", (count * rank, first[0].shape[1]), _stacked_a),
+                ("B", (rows, rank * count), _stacked_b),
             )
             for side, shape, make in sides:
                 outputs[peft_name(module + place, side)] = _Output(
@@ -944,15 +938,16 @@ def _stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Output]:
     return outputs
 
 
-def _stacked_down(tensors: Mapping[str, torch.Tensor], chosen: list[list[str]]) -> torch.Tensor:
-    """A of all experts, expert-major; for each expert, gate before up."""
+def _stacked_a(tensors: Mapping[str, torch.Tensor], chosen: list[list[str]]) -> torch.Tensor:
+    """Return A of all experts, expert-major; for each expert, gate before up."""
     import torch
 
     return torch.cat([tensors[peft_name(one, "A")] for modules in chosen for one in modules])
 
 
-def _stacked_up(tensors: Mapping[str, torch.Tensor], chosen: list[list[str]]) -> torch.Tensor:
-    """B of all experts, rank-major with experts innermost; block-diagonal for each expert."""
+def _stacked_b(tensors: Mapping[str, torch.Tensor], chosen: list[list[str]]) -> torch.Tensor:
+    """Return B of all experts, rank-major with experts innermost; block-diagonal for each
+    expert."""
     import torch
 
     whole = [

@@ -27,7 +27,7 @@ def verify_quantised(
     """Compare a directory with the tensors of its model in this format. Reads only headers.
 
     Returns:
-        The text of `counted`.
+        The text of `count_summary`.
     Raises:
         UserError: shards are missing or damaged, tensors are missing, unknown or of a wrong shape,
             a Linear layer is neither ignored nor quantised, or both, or a rule would make engines
@@ -35,17 +35,17 @@ def verify_quantised(
     """
     reader = HfReader(directory, names_only=True)
     found = examine(matrices(family, spec), quantisation)
-    present = {name: facts for table in tables_of(reader).values() for name, facts in table.items()}
+    present = merged(tables_of(reader))
     # no online quantiser is used: tensors stored unquantised are not quantised, despite the list
     wrong = replace(
         found, unspared=tuple(name for name in found.unspared if name not in present)
     ).problems()
-    wrong += _half_quantised(found.quantised, found.ignored, present, quantisation)
+    wrong += _wrongly_quantised(found.quantised, found.ignored, present, quantisation)
     expected = ModelParameters(family, spec, quantisation).served
     known = {name for name in present if family.is_ignored(name, spec)}
-    wrong += _told("missing", sorted(expected.keys() - present.keys()))
-    wrong += _told("unknown", sorted(present.keys() - expected.keys() - known))
-    wrong += _told("of another dtype or shape", list(_misshapen(expected, present, spec)))
+    wrong += _listed("missing", sorted(expected.keys() - present.keys()))
+    wrong += _listed("unknown", sorted(present.keys() - expected.keys() - known))
+    wrong += _listed("of another dtype or shape", list(_misshapen(expected, present, spec)))
     if wrong:
         raise UserError(
             f"{directory} is not a complete {family.name} model in {quantisation}",
@@ -53,34 +53,37 @@ def verify_quantised(
             fix="quantise it again (slime convert), or correct quantization_config in its "
             "config.json",
         )
-    return counted(reader, spec)
+    return count_summary(reader, spec)
 
 
 def tables_of(reader: HfReader) -> dict[str, Table]:
-    """Weight file → its table of tensors."""
+    """Return the table of tensors of each weight file."""
     return {file: read_table(reader.directory / file) for file in reader.file_names}
 
 
-def counted(reader: HfReader, spec: ModelSpec) -> str:
+def merged(tables: Mapping[str, Table]) -> Table:
+    """Return one table of all files' tensors."""
+    return {name: facts for table in tables.values() for name, facts in table.items()}
+
+
+def count_summary(reader: HfReader, spec: ModelSpec) -> str:
     """Describe the numbers of files, of tensors, and of tensors per layer."""
     per_layer = Counter(
         int(found.group(1)) for name in reader.names() if (found := _LAYER.search(name))
     )
     counts = [per_layer[layer] for layer in range(spec.num_layers)]
+    most = f" to {max(counts)}" if max(counts) > min(counts) else ""
     text = (
         f"{reader.num_files} file(s), {len(reader.names())} tensors, {len(counts)} layers of "
-        f"{min(counts)}"
+        f"{min(counts)}{most} each"
     )
-    text += f" to {max(counts)}" * (max(counts) > min(counts)) + " each"
     first = next((layer for layer in range(spec.num_layers) if spec.is_moe_layer(layer)), None)
-    return (
-        text
-        if first is None
-        else f"{text}; layer {first}, the first with experts, has {counts[first]}"
-    )
+    if first is None:
+        return text
+    return f"{text}; layer {first}, the first with experts, has {counts[first]}"
 
 
-def _half_quantised(
+def _wrongly_quantised(
     quantised: tuple[WeightMatrix, ...],
     ignored: tuple[WeightMatrix, ...],
     present: Table,
@@ -95,8 +98,8 @@ def _half_quantised(
     both = [
         one.module for one in ignored if any(f"{one.module}.{mark}" in present for mark in marks)
     ]
-    yield from _told("Linear layers neither ignored nor quantised", plain)
-    yield from _told("Linear layers quantised although a rule ignores them", both)
+    yield from _listed("Linear layers neither ignored nor quantised", plain)
+    yield from _listed("Linear layers quantised although a rule ignores them", both)
 
 
 def _misshapen(
@@ -120,5 +123,5 @@ def _misshapen(
             )
 
 
-def _told(kind: str, names: list[str]) -> list[str]:
+def _listed(kind: str, names: list[str]) -> list[str]:
     return [f"{len(names)} {kind}: {first_few(names)}"] if names else []

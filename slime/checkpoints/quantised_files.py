@@ -12,6 +12,7 @@ verified (`slime.checkpoints.quantised_check`).
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -26,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from slime.checkpoints.directory import partial_dir, partial_path, publish
 from slime.checkpoints.hf_files import INDEX, SINGLE, HfReader, check_export, copy_assets
 from slime.checkpoints.mxfp4 import BLOCK, BLOCKS, SCALES, base_names, decode, encode
-from slime.checkpoints.quantised_check import counted, tables_of, verify_quantised
+from slime.checkpoints.quantised_check import count_summary, merged, tables_of, verify_quantised
 from slime.checkpoints.safetensors_stream import Table, read_table, write_stream
 from slime.engines.wire.buckets import dtype_name, dtype_of
 from slime.engines.wire.quantised import config_of, dequantise, quantise
@@ -95,12 +96,7 @@ def plain_weights(
     reader = HfReader(source, names_only=True)
     surplus = set(reader.verify(family, spec))
     tables = tables_of(reader)
-    extra = [
-        (name, shape)
-        for table in tables.values()
-        for name, (_, shape) in table.items()
-        if name in surplus
-    ]
+    extra = [(name, shape) for name, (_, shape) in merged(tables).items() if name in surplus]
     return tables, matrices(family, spec, extra)
 
 
@@ -115,8 +111,9 @@ def quantise_directory(
             would be quantised, ``target`` holds something else, or a weight is not finite.
     """
     tables, weights = plain_weights(source, model_name)
-    refuse_stacks(family_of(source, model_name), quantisation.method)
-    refuse_untried(family_of(source, model_name), quantisation.method)
+    family = family_of(source, model_name)
+    refuse_stacks(family, quantisation.method)
+    refuse_untried(family, quantisation.method)
     found = examine(weights, quantisation)
     problems = found.problems()
     if problems:
@@ -129,7 +126,7 @@ def quantise_directory(
         raise UserError(
             f"nothing of {source} would be quantised", why="--ignore names every Linear layer"
         )
-    for rule in idle_among(found, (name for table in tables.values() for name in table)):
+    for rule in idle_among(found, merged(tables)):
         logger.warning("the rule %r of --ignore names nothing in %s", rule, source)
     # engines match these patterns differently; full names mean the same to all of them
     if quantisation.method == "fp8":
@@ -138,21 +135,21 @@ def quantise_directory(
         quantisation = Quantisation(quantisation.method, quantisation.scheme, modules)
     chosen = {weight.weight: weight for weight in found.quantised}
 
-    def convert(name: str, dtype: str, shape: tuple[int, ...]) -> _Work:
+    def task_of(name: str, dtype: str, shape: tuple[int, ...]) -> _Task:
         if name not in chosen:
-            return _Work((name,), {name: (dtype, shape)})
+            return _Task((name,), {name: (dtype, shape)})
         module = chosen[name].module
         parts = quantisation.scheme.parts(chosen[name].shape, dtype)
-        return _Work((name,), {f"{module}.{part}": facts for part, facts in parts.items()}, module)
+        return _Task((name,), {f"{module}.{part}": facts for part, facts in parts.items()}, module)
 
-    def compute(work: _Work, stored: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def convert(task: _Task, stored: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         (weight,) = stored.values()
-        _check_finite(work, weight, source)
-        return quantise(work.module, weight, quantisation.scheme)
+        _check_finite(task, weight, source)
+        return quantise(task.module, weight, quantisation.scheme)
 
     settings = {"quantised": str(quantisation), "ignore": quantisation.ignore}
-    job = _QuantiseJob(source, target, tables, _each(tables, convert), compute, settings)
-    return job.run({"quantization_config": config_of(quantisation)}, None, model_name)
+    conversion = _Conversion(source, target, tables, _plan_of(tables, task_of), convert, settings)
+    return conversion.run({"quantization_config": config_of(quantisation)}, None, model_name)
 
 
 def dequantise_directory(
@@ -175,20 +172,22 @@ def dequantise_directory(
     spec = family.describe(config)
     verify_quantised(source, family, spec, quantisation)
     tables = tables_of(HfReader(source, names_only=True))
-    present = {name: facts for table in tables.values() for name, facts in table.items()}
+    present = merged(tables)
     shapes = ModelParameters(family, spec).stored
     plan = {
-        file: list(_plain_work(table, present, shapes, quantisation, dtype))
+        file: list(_plain_tasks(table, present, shapes, quantisation, dtype))
         for file, table in tables.items()
     }
 
-    def compute(work: _Work, stored: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def convert(task: _Task, stored: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return {
-            f"{work.module}.weight": dequantise(work.module, stored, quantisation.scheme, dtype)
+            f"{task.module}.weight": dequantise(task.module, stored, quantisation.scheme, dtype)
         }
 
-    job = _QuantiseJob(source, target, tables, plan, compute, {"dequantised": dtype_name(dtype)})
-    return job.run({"quantization_config": None}, dtype_name(dtype), model_name)
+    conversion = _Conversion(
+        source, target, tables, plan, convert, {"dequantised": dtype_name(dtype)}
+    )
+    return conversion.run({"quantization_config": None}, dtype_name(dtype), model_name)
 
 
 def store_in_mxfp4(source: Path, target: Path, model_name: str | None = None) -> Converted:
@@ -220,35 +219,35 @@ def store_in_mxfp4(source: Path, target: Path, model_name: str | None = None) ->
             "a scale",
         )
 
-    def convert(name: str, dtype: str, shape: tuple[int, ...]) -> _Work:
+    def task_of(name: str, dtype: str, shape: tuple[int, ...]) -> _Task:
         found = family.match_hf(name)
         if found is None or found[0] not in rules:
-            return _Work((name,), {name: (dtype, shape)})
+            return _Task((name,), {name: (dtype, shape)})
         experts, columns, rows = shape
         count = columns // BLOCK
         parts = {
             name + BLOCKS: ("uint8", (experts, rows, count, BLOCK // 2)),
             name + SCALES: ("uint8", (experts, rows, count)),
         }
-        return _Work((name,), parts, name)
+        return _Task((name,), parts, name)
 
-    def compute(work: _Work, stored: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def convert(task: _Task, stored: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         (weight,) = stored.values()
-        _check_finite(work, weight, source)
+        _check_finite(task, weight, source)
         parts = [encode(expert.t()) for expert in weight]
         return {
             name: torch.stack(tensors)
-            for name, tensors in zip(work.results, zip(*parts, strict=True), strict=True)
+            for name, tensors in zip(task.results, zip(*parts, strict=True), strict=True)
         }
 
-    plan = _each(tables, convert)
-    job = _QuantiseJob(source, target, tables, plan, compute, {"quantised": MXFP4})
+    plan = _plan_of(tables, task_of)
+    conversion = _Conversion(source, target, tables, plan, convert, {"quantised": MXFP4})
     spared = ["model.layers.*.self_attn", "model.layers.*.mlp.router"]
     config = {
         "quant_method": MXFP4,
         "modules_to_not_convert": [*spared, "model.embed_tokens", "lm_head"],
     }
-    return job.run({"quantization_config": config}, None, model_name)
+    return conversion.run({"quantization_config": config}, None, model_name)
 
 
 def _decode_mxfp4(
@@ -259,24 +258,26 @@ def _decode_mxfp4(
     reader = HfReader(source, names_only=True)
     reader.verify(family, family.describe(source))
     tables = tables_of(reader)
-    stacks = base_names([name for table in tables.values() for name in table])
+    stacks = base_names(list(merged(tables)))
     by_blocks = {blocks: (stem, scales) for stem, (blocks, scales) in stacks.items()}
     scales = {name for _, name in stacks.values()}
 
-    def convert(name: str, kind: str, shape: tuple[int, ...]) -> _Work:
+    def task_of(name: str, kind: str, shape: tuple[int, ...]) -> _Task:
         if name not in by_blocks:
-            return _Work((name,), {name: (kind, shape)})
+            return _Task((name,), {name: (kind, shape)})
         stem, own = by_blocks[name]
         experts, rows, count, _ = shape
-        return _Work((name, own), {stem: (dtype_name(dtype), (experts, count * BLOCK, rows))}, stem)
+        return _Task((name, own), {stem: (dtype_name(dtype), (experts, count * BLOCK, rows))}, stem)
 
-    def compute(work: _Work, stored: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        blocks, own = (stored[name] for name in work.sources)
-        return {work.module: decode(blocks, own, dtype).transpose(1, 2).contiguous()}
+    def convert(task: _Task, stored: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        blocks, own = (stored[name] for name in task.sources)
+        return {task.module: decode(blocks, own, dtype).transpose(1, 2).contiguous()}
 
-    plan = _each(tables, convert, without=scales)
-    job = _QuantiseJob(source, target, tables, plan, compute, {"dequantised": dtype_name(dtype)})
-    return job.run({"quantization_config": None}, dtype_name(dtype), model_name)
+    plan = _plan_of(tables, task_of, without=scales)
+    conversion = _Conversion(
+        source, target, tables, plan, convert, {"dequantised": dtype_name(dtype)}
+    )
+    return conversion.run({"quantization_config": None}, dtype_name(dtype), model_name)
 
 
 #: How to write a list of rules, for messages.
@@ -286,24 +287,24 @@ _RULES = (
 )
 
 
-def _plain_work(
+def _plain_tasks(
     table: Table,
     present: Table,
     shapes: Mapping[str, tuple[int, ...]],
     quantisation: Quantisation,
     dtype: torch.dtype,
-) -> Iterator[_Work]:
+) -> Iterator[_Task]:
     scheme = quantisation.scheme
     names = list(scheme.parts((1, 1), ""))
     for name in sorted(table):
         module = quantisation.module(name)
         parts = tuple(f"{module}.{part}" for part in names)
         if module is None or not all(part in present for part in parts):
-            yield _Work((name,), {name: table[name]})
+            yield _Task((name,), {name: table[name]})
         elif name == parts[0]:  # the quantised numbers; the other parts may be in another file
             weight = f"{module}.weight"
             shape = shapes.get(weight) or _shape_of(table[name])
-            yield _Work(parts, {weight: (dtype_name(dtype), shape)}, module)
+            yield _Task(parts, {weight: (dtype_name(dtype), shape)}, module)
 
 
 def _shape_of(facts: tuple[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -322,25 +323,25 @@ def _refuse_quantised(source: Path) -> None:
         )
 
 
-def _check_finite(work: _Work, weight: torch.Tensor, source: Path) -> None:
+def _check_finite(task: _Task, weight: torch.Tensor, source: Path) -> None:
     if not torch.isfinite(weight).all():
         raise UserError(
-            f"{work.sources[0]} of {source} has NaN or infinite numbers",
+            f"{task.sources[0]} of {source} has NaN or infinite numbers",
             why="quantised they would become scales that make others NaN, or other numbers, and no "
             "reader would notice",
             fix="take a checkpoint from before the training that made it went wrong",
         )
 
 
-def _each(
+def _plan_of(
     tables: Mapping[str, Table],
-    convert: Callable[[str, str, tuple[int, ...]], _Work],
+    task_of: Callable[[str, str, tuple[int, ...]], _Task],
     without: Container[str] = (),
-) -> dict[str, list[_Work]]:
-    """Return the results of ``convert`` for each tensor (name, dtype, shape), by file, in order of
+) -> dict[str, list[_Task]]:
+    """Return the tasks of each file: ``task_of`` each tensor (name, dtype, shape), in order of
     names."""
     return {
-        file: [convert(name, *table[name]) for name in sorted(table) if name not in without]
+        file: [task_of(name, *table[name]) for name in sorted(table) if name not in without]
         for file, table in tables.items()
     }
 
@@ -349,7 +350,7 @@ def _each(
 
 
 @dataclass(frozen=True)
-class _Work:
+class _Task:
     """A tensor to copy, or a module (``module`` is not "") whose weight is to be converted.
 
     Attributes:
@@ -363,22 +364,31 @@ class _Work:
 
 
 @dataclass(frozen=True)
-class _QuantiseJob:
-    """The conversion of a directory to quantised weights, file by file.
+class _Conversion:
+    """The conversion of a directory to or from quantised weights, file by file.
 
     Attributes:
         tables: of the source's files.
-        plan: weight file → the works that are written to it, in order.
-        compute: converts a module's stored tensors.
+        plan: weight file → the tasks whose results it holds, in order.
+        convert: converts a module's stored tensors.
         settings: identify the conversion, so that an earlier attempt at it can be resumed.
     """
 
     source: Path
     target: Path
     tables: Mapping[str, Table]
-    plan: Mapping[str, list[_Work]]
-    compute: Callable[[_Work, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+    plan: Mapping[str, list[_Task]]
+    convert: Callable[[_Task, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
     settings: Mapping[str, Any]
+
+    @functools.cached_property
+    def results(self) -> dict[str, Table]:
+        """Tables of the files to write; a file of the source may have no results."""
+        return {
+            file: {name: facts for task in tasks for name, facts in task.results.items()}
+            for file, tasks in self.plan.items()
+            if tasks
+        }
 
     def run(
         self, config: Mapping[str, Any], dtype: str | None, model_name: str | None
@@ -391,20 +401,15 @@ class _QuantiseJob:
         """
         check_export(self.target, {"--hf_model_path": self.source})
         partial, kept = self._begin()
-        where = {
-            name: file
-            for file, works in self.plan.items()
-            for work in works
-            for name in work.results
-        }
-        for number, (file, works) in enumerate(self.plan.items(), start=1):
-            if file not in kept and works:
-                logger.info("file %d of %d: %s", number, len(self.plan), file)
-                write_stream(partial / file, _table(works), self._tensors(works))
-        files = [file for file, works in self.plan.items() if works]
+        where = {name: file for file, table in self.results.items() for name in table}
+        files = list(self.results)
+        for number, (file, table) in enumerate(self.results.items(), start=1):
+            if file not in kept:
+                logger.info("file %d of %d: %s", number, len(files), file)
+                write_stream(partial / file, table, self._tensors(self.plan[file]))
         if files != [SINGLE]:
             index = {
-                "metadata": {"total_size": _size(self.plan)},
+                "metadata": {"total_size": _size(self.results)},
                 "weight_map": dict(sorted(where.items())),
             }
             write_atomically(
@@ -416,8 +421,16 @@ class _QuantiseJob:
         (partial / _PLAN).unlink()
         publish(partial, self.target)
         nbytes = sum((self.target / file).stat().st_size for file in files)
-        converted = sum(bool(work.module) for works in self.plan.values() for work in works)
-        return Converted(self.target, len(files), len(kept), len(where), nbytes, converted, counts)
+        converted = sum(bool(task.module) for tasks in self.plan.values() for task in tasks)
+        return Converted(
+            directory=self.target,
+            files=len(files),
+            kept=len(kept),
+            tensors=len(where),
+            nbytes=nbytes,
+            quantised=converted,
+            counts=counts,
+        )
 
     def _begin(self) -> tuple[Path, set[str]]:
         """Return the directory to write into, and the complete files in it of an earlier attempt at
@@ -433,12 +446,10 @@ class _QuantiseJob:
         for unfinished in partial.glob(".*.tmp"):
             unfinished.unlink()
         return partial, {
-            file
-            for file, works in self.plan.items()
-            if works and _is_whole(partial / file, _table(works))
+            file for file, table in self.results.items() if _is_whole(partial / file, table)
         }
 
-    def _tensors(self, works: Iterable[_Work]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self, tasks: Iterable[_Task]) -> Iterator[tuple[str, torch.Tensor]]:
         file_of = {name: file for file, table in self.tables.items() for name in table}
         with ExitStack() as stack:
             opened: dict[str, Any] = {}
@@ -452,15 +463,15 @@ class _QuantiseJob:
                 tensor: torch.Tensor = opened[file].get_tensor(name)
                 return tensor
 
-            for work in works:
-                stored = {name: read(name) for name in work.sources}
-                yield from (self.compute(work, stored) if work.module else stored).items()
+            for task in tasks:
+                stored = {name: read(name) for name in task.sources}
+                yield from (self.convert(task, stored) if task.module else stored).items()
 
     def _verify(self, partial: Path, model_name: str | None) -> str:
         """Check the written files, index and headers against the plan, and the model for
         completeness."""
-        for file, works in self.plan.items():
-            if works and not _is_whole(partial / file, _table(works)):
+        for file, table in self.results.items():
+            if not _is_whole(partial / file, table):
                 raise UserError(
                     f"{partial / file} is not as it was written", fix="start the conversion again"
                 )
@@ -472,11 +483,7 @@ class _QuantiseJob:
             return verify_quantised(partial, family, spec, quantisation)
         reader = HfReader(partial, names_only=True)
         reader.verify(family, spec)
-        return counted(reader, spec)
-
-
-def _table(works: Iterable[_Work]) -> Table:
-    return {name: facts for work in works for name, facts in work.results.items()}
+        return count_summary(reader, spec)
 
 
 def _is_whole(path: Path, table: Table) -> bool:
@@ -486,12 +493,9 @@ def _is_whole(path: Path, table: Table) -> bool:
         return False
 
 
-def _size(plan: Mapping[str, list[_Work]]) -> int:
-    tables = [_table(works) for works in plan.values()]
+def _size(tables: Mapping[str, Table]) -> int:
     return sum(
-        math.prod(shape) * dtype_of(dtype).itemsize
-        for table in tables
-        for dtype, shape in table.values()
+        math.prod(shape) * dtype_of(dtype).itemsize for dtype, shape in merged(tables).values()
     )
 
 

@@ -94,7 +94,7 @@ def newest_model(run_folder: Path) -> RunModel:
     models = [
         model
         for stage, config in configs.items()
-        if (model := _of_stage(run_folder, stage, config))
+        if (model := _newest_of_stage(run_folder, stage, config))
     ]
     base = _base(run_folder, list(configs.values())[-1])
     models += [_export(path, None, base) for path in _hf_dirs(run_folder)]
@@ -136,19 +136,19 @@ def checkpoint_model(directory: Path) -> RunModel | None:
     return _checkpoint(whole, _base(run, config) if run is not None else None)
 
 
-def _of_stage(run_folder: Path, stage: str, config: dict[str, Any]) -> RunModel | None:
+def _newest_of_stage(run_folder: Path, stage: str, config: dict[str, Any]) -> RunModel | None:
     base = _base(run_folder, config)
     save, save_hf = (_setting(config, "checkpoint", name) for name in ("save", "save_hf"))
     roots = [run_folder / "checkpoints" / stage]
     if save:
-        roots.append(_where(run_folder, config, save))
+        roots.append(_resolve(run_folder, config, save))
     wholes = [
         _checkpoint(whole, base)
         for root in roots
         if root.is_dir() and (whole := newest_whole(root))
     ]
     checkpoint = max(wholes, key=lambda model: model.written, default=None)
-    named = found(str(_where(run_folder, config, save_hf, fixed_folder))) if save_hf else ()
+    named = found(str(_resolve(run_folder, config, save_hf, fixed_folder))) if save_hf else ()
     exports = [_export(path, rollout, base) for path, rollout in named if _is_export(path)]
     export = max(exports, key=lambda model: (model.rollout or 0, model.written), default=None)
     if export is None or checkpoint is None:
@@ -191,10 +191,10 @@ def _checkpoint(path: Path, base: Path | None) -> RunModel:
 
 def _base(run_folder: Path, config: dict[str, Any]) -> Path | None:
     named = _setting(config, "checkpoint", "hf_checkpoint")
-    return _where(run_folder, config, named) if named else None
+    return _resolve(run_folder, config, named) if named else None
 
 
-def _where(
+def _resolve(
     run_folder: Path, config: dict[str, Any], path: str, folder_of: Callable[[str], Path] = Path
 ) -> Path:
     """Resolve a path from the run's flags. Relative ones start from the directory where the run was
@@ -217,7 +217,7 @@ def data_path(run_folder: Path, config: dict[str, Any]) -> str | None:
     """Return the run's --prompt-data, resolved from here; None if the configuration names none."""
     named = config.get("data", {}).get("prompt_data")
     return (
-        str(_where(run_folder, config, named, lambda path: Path(split_slice(path)[0])))
+        str(_resolve(run_folder, config, named, lambda path: Path(split_slice(path)[0])))
         if named
         else None
     )

@@ -218,7 +218,7 @@ def _recorded(asked: _Asked) -> tuple[Config, list[Scored]]:
 
 
 def _model(config: Config, options: dict[str, str]) -> Path | None:
-    """The directory of the weights that scored the tokens; None if no flag names a model."""
+    """Return the directory of the weights that scored the tokens; None if no flag names a model."""
     if "--model" in options:
         return model_directory(options["--model"], config.checkpoint.hf_checkpoint)
     base = config.checkpoint.hf_checkpoint

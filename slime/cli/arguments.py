@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import itertools
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from slime.cli import ENTRIES
@@ -46,22 +47,24 @@ class Arguments(argparse.ArgumentParser):
         )
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the arguments. Reports a misspelt flag before argparse misreads its value.
+        """Parse the arguments. Report a misspelt flag before argparse misreads its value.
 
         Raises:
             UserError: there is no such flag; the error names the nearest.
         """
+        if not self._subparsers:  # their parsers check their own flags
+            self._refuse_unknown_flags(args or ())
+        return super().parse_args(args, namespace)
+
+    def _refuse_unknown_flags(self, words: Iterable[str]) -> None:
         known = self._option_string_actions
-        for word in (
-            [] if self._subparsers else itertools.takewhile(lambda word: word != "--", args or ())
-        ):
+        for word in itertools.takewhile(lambda word: word != "--", words):
             name = word.partition("=")[0]
             if name.startswith("--") and name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 self.error(
                     f"there is no flag {name}" + (f"; did you mean {near[0]}?" if near else "")
                 )
-        return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         usage = " ".join(self.format_usage().removeprefix("usage:").split())

@@ -108,7 +108,7 @@ def _models(chosen: ChosenModel, name: str, given: list[str]) -> tuple[NamedMode
 
 
 def example_question(run_folder: Path) -> str | None:
-    """A question from a run's samples or data, without the chat template.
+    """Return a question from a run's samples or data, without the chat template.
 
     None if the path is not a run folder, or if neither samples nor data are found.
     """

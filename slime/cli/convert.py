@@ -231,7 +231,7 @@ def _source(options: argparse.Namespace) -> LoadPlan:
     require_directory("--load_path", path)
     if (path / ".metadata").is_file():
         check_complete(path)
-        return LoadPlan("megatron", path, None, 0, False, False, False, f"weights from {path}")
+        return LoadPlan(kind="megatron", path=path, note=f"weights from {path}")
     if read_tracker(path) is None and not saved_iterations(path):
         if is_hf_dir(path):
             raise UserError(
@@ -259,7 +259,7 @@ def _sole_writer(save_path: Path) -> Iterator[None]:
 
 
 def _dtype(options: argparse.Namespace) -> str:
-    """The requested dtype, else that of config.json, else bfloat16."""
+    """Return the requested dtype, else that of config.json, else bfloat16."""
     from slime.models import read_hf_config
     from slime.models.spec import named_dtype
 
@@ -318,7 +318,7 @@ def _place() -> Iterator[RankInfo]:
 
 
 def _layout(options: argparse.Namespace, world_size: int, num_layers: int) -> dict[str, Any]:
-    """The given parallel sizes, else one pipeline stage per rank.
+    """Return the given parallel sizes, else one pipeline stage per rank.
 
     Raises:
         UserError: the number of layers is not divisible by the number of ranks.

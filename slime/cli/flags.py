@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
 
 
 def _found(name: str) -> list[FlagSpec]:
-    """The flag of this name, else all flags whose names contain it."""
+    """Return the flag of this name, else all flags whose names contain it."""
     word = name.replace("_", "-")
     exact = spellings().get(word)
     if exact is not None and exact.spec is not None:
@@ -85,8 +85,8 @@ def _found(name: str) -> list[FlagSpec]:
 
 
 def _nearest(word: str) -> list[str]:
-    """Flags that are spelt like ``word``, else slime's own flags with a similar word in their name,
-    shortest first."""
+    """Return the flags that are spelt like ``word``, else slime's own flags with a similar word in
+    their name, shortest first."""
     if near := nearest(word, spellings()):
         return [f"--{name}" for name in near]
     names = [

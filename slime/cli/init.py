@@ -82,7 +82,7 @@ def contents(folder: Path) -> list[tuple[str, str]]:
 
 
 def _source() -> Path:
-    """The folder with the recipes and examples: in the installed package, or its git clone.
+    """Return the folder with the recipes and examples: in the installed package, or its git clone.
 
     Raises:
         UserError: neither holds them.
@@ -99,7 +99,7 @@ def _source() -> Path:
 
 
 def _python() -> str:
-    """The command for this interpreter: "python" if that runs the same environment, else its
+    """Return the command for this interpreter: "python" if that runs the same environment, else its
     path."""
     found = shutil.which("python")
     here = Path(sys.executable).absolute().parent

@@ -140,7 +140,8 @@ def _name(text: str) -> str:
 
 
 def slurm(own: argparse.Namespace, command: str, flags: str) -> str:
-    """A batch script: doctor and Ray run once per node, the driver runs on the first node."""
+    """Return a batch script: doctor and Ray run once per node, the driver runs on the first
+    node."""
     partition = f"#SBATCH --partition={own.partition}\n" if own.partition else ""
     return f"""#!/bin/bash
 #SBATCH --job-name={own.job_name}
@@ -184,8 +185,8 @@ srun --overlap --nodes=1 --ntasks=1 --nodelist="$first" bash -c "slime {command}
 
 
 def skypilot(own: argparse.Namespace, command: str, flags: str) -> str:
-    """A SkyPilot task. Its ``run`` starts on every node and never calls ``ray stop``, which would
-    end SkyPilot's own Ray too."""
+    """Return a SkyPilot task. Its ``run`` starts on every node and never calls ``ray stop``, which
+    would end SkyPilot's own Ray too."""
     run = f"""set -euo pipefail
 first=$(echo "$SKYPILOT_NODE_IPS" | head -n1)
 export RAY_ADDRESS="$first:{_PORT}"
@@ -216,8 +217,8 @@ slime {command} {flags}
 
 
 def kuberay(own: argparse.Namespace, command: str, flags: str) -> str:
-    """A RayJob. Ray starts in a pod after its init container (`slime doctor`) has succeeded; the
-    driver starts when all pods are ready."""
+    """Return a RayJob. Ray starts in a pod after its init container (`slime doctor`) has succeeded;
+    the driver starts when all pods are ready."""
 
     def group(role: str) -> dict[str, Any]:
         common: dict[str, Any] = {

@@ -68,7 +68,7 @@ def add_model_arguments(parser: Arguments) -> None:
 
 
 def model_directory(path: str, hf_checkpoint: str | None = None) -> Path:
-    """The Hugging Face directory that ``path`` means, see `chosen_model`.
+    """Return the Hugging Face directory that ``path`` means, see `chosen_model`.
 
     Raises:
         UserError: there is no model, or it is an adapter.
@@ -128,7 +128,7 @@ def chosen_model(path: str, hf_checkpoint: str | None = None) -> ChosenModel:
 
 
 def _base_of(adapter: Path, given: str | None, of_run: Path | None) -> Path:
-    """The base model of an adapter: the given one, else its config's, else its run's.
+    """Return the base model of an adapter: the given one, else its config's, else its run's.
 
     Raises:
         UserError: this host has none of them.
@@ -225,7 +225,7 @@ def _adapter_directory(path: str) -> Path:
 
 
 def model_name(path: str) -> str:
-    """The model's display name: the name of its run or directory."""
+    """Return the model's display name: the name of its run or directory."""
     return Path(path).name if is_hub_name(path) else Path(path).resolve().name
 
 

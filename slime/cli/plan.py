@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
 
 
 def _rates(own: argparse.Namespace) -> Rates:
-    """The rates of the GPU that the command names, else of this host's GPU.
+    """Return the rates of the GPU that the command names, else of this host's GPU.
 
     Raises:
         UserError: the GPU's rates are unknown, or both --rates and --device are given.
@@ -118,7 +118,8 @@ def _parser() -> Arguments:
 
 
 def report(config: Config, rates: Rates, own: argparse.Namespace) -> list[str]:
-    """The lines of the plan: memory, time per step, and other layouts that are worth trying."""
+    """Return the lines of the plan: memory, time per step, and other layouts that are worth
+    trying."""
     device = device_memory(config, seen=rates.gpu_gb * 1e9, on_gpu=True)
     device = replace(device, source=rates.gpu, flash4=rates.flash4)
     gpu_bytes = device.nbytes

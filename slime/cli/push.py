@@ -62,7 +62,7 @@ def _parser() -> Arguments:
 
 
 def _run_of(path: Path, directory: Path) -> RunData | None:
-    """The run that trained the model: the given folder, or a parent folder of the model."""
+    """Return the run that trained the model: the given folder, or a parent folder of the model."""
     if path.is_dir() and is_run_folder(path):
         return read_run(path.resolve())
     # run.json, because a parent may hold a config.json that is not a run's

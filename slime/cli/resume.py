@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from slime.checkpoints.load_plan import going_on
+from slime.checkpoints.load_plan import config_for_resume
 from slime.checkpoints.run_models import started_from
 from slime.cli.arguments import Arguments
 from slime.config import Config
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
     from slime.loop import train  # imports Ray
     from slime.run.session import open_session
 
-    with open_session(going_on(config), resuming=True) as session:
+    with open_session(config_for_resume(config), resuming=True) as session:
         train(session)
 
 

@@ -179,7 +179,7 @@ def _samples(
 
 
 def _response_text(row: dict[str, Any], key: str) -> str:
-    """The response of a row; a number becomes text exactly as it is written in the data."""
+    """Return the response of a row; a number becomes text exactly as it is written in the data."""
     text = label_text(written(row, key))
     return "" if text is None else str(text)
 

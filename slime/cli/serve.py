@@ -50,7 +50,7 @@ from slime.engines.launch import ONE_GPU
 from slime.engines.tool_calls import chat_template, tool_format
 from slime.errors import RunFailed, UserError
 from slime.files import left_behind
-from slime.http_access import is_loopback
+from slime.http_access import host_in_url, is_loopback
 from slime.models import family_name, family_of, read_hf_config
 from slime.models.adapters import adaptable_by_name
 from slime.models.spec import named_dtype
@@ -230,8 +230,8 @@ def serving(
         "hf_checkpoint": str(directory),
         "rollout_engine": engine,
         precision: True,
+        "trust_remote_code": trust_remote_code,
     }
-    flags["trust_remote_code"] = trust_remote_code
     config = make_config(**flags)
     record = engine_of(config)
     record.check_installed()
@@ -244,7 +244,7 @@ def serving(
         bind(host, port).close()  # fail at once if the port is taken
     spec = record.command(config, str(directory), host, port, ONE_GPU)
     reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    url = f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
+    url = f"http://{host_in_url(reached)}:{port}"
     key = secrets.token_urlsafe(32) if key is None else key
     access = {VARIABLE: key, ACCESS: EVERYTHING if with_control_routes else ONLY_INFERENCE}
     register(url, key)

@@ -21,7 +21,7 @@ from aiohttp import web
 from slime import deadlines
 from slime.cli.arguments import Arguments
 from slime.errors import UserError
-from slime.http_access import is_loopback
+from slime.http_access import host_in_url, is_loopback
 from slime.page.index import cache_folder
 from slime.page.server import Runs, application
 from slime.processes.host import bind
@@ -91,13 +91,11 @@ async def _serve(runs: Runs, listener: socket.socket, host: str, token: str | No
 
 
 def address(host: str, port: int, token: str | None) -> str:
-    """The URL to open in a browser.
+    """Return the URL to open in a browser.
 
     Example:
         >>> address("127.0.0.1", 8090, None), address("10.0.0.7", 80, "abc")
         ('http://127.0.0.1:8090/', 'http://10.0.0.7:80/?token=abc')
     """
-    name = (
-        socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    )
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host_in_url(host)
     return f"http://{name}:{port}/" + (f"?token={token}" if token else "")

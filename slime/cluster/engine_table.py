@@ -32,7 +32,7 @@ GRAPHS = "cuda_graph"
 ALL_MEMORY = (CACHE, WEIGHTS, GRAPHS)
 
 #: Deaths of one engine that the run survives without a completed rollout between them.
-MOST_RESTARTS = 3
+MAX_RESTARTS = 3
 
 
 class State(Enum):
@@ -94,7 +94,7 @@ class EngineEntry:
 
     @property
     def died_too_often(self) -> bool:
-        return self.deaths > MOST_RESTARTS
+        return self.deaths > MAX_RESTARTS
 
 
 def external_engine(number: int, url: str) -> EngineEntry:

@@ -27,7 +27,7 @@ from slime import deadlines
 from slime.cluster.command_inbox import CommandInbox
 from slime.cluster.engine_actor import EngineHandle, ServerExit, raise_server_exit, with_pid
 from slime.cluster.engine_fit import external_urls
-from slime.cluster.engine_table import MOST_RESTARTS, EngineEntry, State
+from slime.cluster.engine_table import MAX_RESTARTS, EngineEntry, State
 from slime.cluster.external_engines import ExternalEngines
 from slime.cluster.placement import (
     PAIR,
@@ -500,7 +500,7 @@ class Engines:
 
         Raises as `poll`, and DeadlinePassed and StopRequested.
         """
-        end = time.monotonic() + (1 + MOST_RESTARTS) * self._start_seconds
+        end = time.monotonic() + (1 + MAX_RESTARTS) * self._start_seconds
         self.poll()
         with waiting_for(what := "restarting engines") as wait_a_moment:
             while starting := self.table.in_state(State.STARTING):

@@ -82,7 +82,7 @@ class RankActor:
         self.backend.set_run_length(num_rollout)
 
     def failed_step(self) -> FailedStep | None:
-        """The rank's part of the step that ended in `NonFiniteTraining`, or None."""
+        """Return the rank's part of the step that ended in `NonFiniteTraining`, or None."""
         return self.backend.failed_step
 
     def finish_saving(self) -> None:

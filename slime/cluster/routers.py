@@ -20,7 +20,7 @@ from slime.cluster.engine_actor import (
     raise_server_exit,
     with_pid,
 )
-from slime.cluster.engine_table import MOST_RESTARTS
+from slime.cluster.engine_table import MAX_RESTARTS
 from slime.cluster.placement import PAIR, EnginePart
 from slime.cluster.waiting import wait_for
 from slime.config.config import Config
@@ -196,7 +196,7 @@ class Routers:
         )
         self._last_pid[name] = server_exit.pid
         self._deaths[name] += 1
-        if self._deaths[name] > MOST_RESTARTS:
+        if self._deaths[name] > MAX_RESTARTS:
             times = (
                 f"died {self._deaths[name]} times without a completed rollout in between; the last "
                 f"time it {how}"

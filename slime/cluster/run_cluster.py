@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import ray
 
 from slime import deadlines
-from slime.checkpoints.load_plan import going_on
+from slime.checkpoints.load_plan import config_for_resume
 from slime.cluster.engine_table import State
 from slime.cluster.engines import Engines
 from slime.cluster.gpu_memory import EngineMemory, GpuMemoryOwner
@@ -73,30 +73,6 @@ def require_launched(part: T | None) -> T:
     return part
 
 
-def connect_rollout(
-    connect: Callable[[], None],
-    explain_failures: Callable[[str], contextlib.AbstractContextManager[None]],
-    *,
-    tolerant: bool,
-) -> None:
-    """Connect the rollout actor to the router, which may die during the launch.
-
-    Args:
-        connect: has the rollout actor connect to the router's current address.
-        explain_failures: `Engines.explain_failures`.
-        tolerant: a router that dies is restarted (--use-fault-tolerance); then try once more.
-    Raises:
-        RunFailed: the router died, or does not answer.
-    """
-    for is_last in (not tolerant, True):
-        try:
-            with explain_failures("connecting to the router"):
-                return connect()
-        except RunFailed:
-            if is_last:
-                raise
-
-
 class Cluster:
     """Owns Ray, the rollout actor, the trainer ranks, the engines and the routers.
 
@@ -151,7 +127,7 @@ class Cluster:
             should_stop,
         )
 
-    # -- life --------------------------------------------------------------------------------------
+    # -- start and end -----------------------------------------------------------------------------
 
     def launch(self) -> Launch:
         """Start everything; data, trainer ranks and engines come up at the same time.
@@ -218,13 +194,7 @@ class Cluster:
         config = self.config
         engines = self._engines
         if engines is not None:
-            routers = engines.routers
-            keys = engines.keys
-            connect_rollout(
-                lambda: rollout.connect(routers.url, routers.urls, keys),
-                engines.explain_failures,
-                tolerant=config.fault_tolerance.use_fault_tolerance,
-            )
+            self._connect_router(rollout, engines)
         self._load_source(config, start)
         if config.fault_tolerance.max_restarts:
             self._source_at_launch = rollout.source_state()
@@ -233,6 +203,18 @@ class Cluster:
             max(start.extra_state.get("weight_version", 0), rollout.newest_version())
         )
         self._progress = rollout.watch_progress(self._on_progress)
+
+    def _connect_router(self, rollout: RolloutHandle, engines: Engines) -> None:
+        """Connect the rollout actor to the router. With --use-fault-tolerance a router that dies
+        meanwhile is restarted, and the actor connects to its new address."""
+        keys = engines.keys
+        for is_last in (not self.config.fault_tolerance.use_fault_tolerance, True):
+            try:
+                with engines.explain_failures("connecting to the router"):
+                    return rollout.connect(engines.routers.url, engines.routers.urls, keys)
+            except RunFailed:
+                if is_last:
+                    raise
 
     def _load_source(self, config: Config, start: TrainerStart, *, is_again: bool = False) -> None:
         """Restore the data position of the checkpoint, or else that of the launch."""
@@ -290,7 +272,7 @@ class Cluster:
         Returns:
             The rollout to continue with, and what the checkpoint holds besides the weights.
         """
-        config = going_on(self.config)
+        config = config_for_resume(self.config)
         slots = require_launched(self._slots)
         require_launched(self._trainers).close(0.0)
         remove_stale()

@@ -424,7 +424,7 @@ def _host_lost(what: str, worker: NamedActor, said: str) -> ActorLost:
 
 
 def _less_host_memory() -> Sequence[str]:
-    """Ways to use less host memory. Without GPUs, everything is computed there."""
+    """Return the ways to use less host memory. Without GPUs, everything is computed there."""
     if num_gpus():
         return ON_HOST
     return ("lower --max-tokens-per-gpu or --micro-batch-size", "fewer processes on a host")

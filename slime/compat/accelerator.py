@@ -14,17 +14,17 @@ Device = int | str | torch.device | None
 
 
 def device_type() -> str:
-    """The kind of device: "cuda" or "cpu"."""
+    """Return the kind of device: "cuda" or "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def current_device() -> int | str:
-    """The number of this process's GPU, or "cpu"."""
+    """Return the number of this process's GPU, or "cpu"."""
     return torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
 
 
 def device(index: Device = None) -> torch.device:
-    """A device by its number or name; by default the current device."""
+    """Return a device by its number or name; by default the current device."""
     if isinstance(index, (str, torch.device)):
         return torch.device(index)
     if device_type() == "cpu":
@@ -38,7 +38,7 @@ def device_name(index: Device = None) -> str:
 
 
 def device_count() -> int:
-    """GPUs that this process sees."""
+    """Return the number of GPUs that this process sees."""
     return torch.cuda.device_count()
 
 
@@ -60,17 +60,17 @@ def empty_cache() -> None:
 
 
 def mem_get_info(device_arg: Device = None) -> tuple[int, int]:
-    """(free, total) bytes of the GPU's memory."""
+    """Return (free, total) bytes of the GPU's memory."""
     return torch.cuda.mem_get_info(device_arg) if torch.cuda.is_available() else (0, 0)
 
 
 def memory_allocated(device_arg: Device = None) -> int:
-    """Bytes of GPU memory in tensors."""
+    """Return the bytes of GPU memory in tensors."""
     return torch.cuda.memory_allocated(device_arg) if torch.cuda.is_available() else 0
 
 
 def memory_reserved(device_arg: Device = None) -> int:
-    """Bytes of GPU memory that torch's allocator has reserved."""
+    """Return the bytes of GPU memory that torch's allocator has reserved."""
     return torch.cuda.memory_reserved(device_arg) if torch.cuda.is_available() else 0
 
 
@@ -85,5 +85,5 @@ def autocast(*args: Any, **kwargs: Any) -> Any:
 
 
 def process_group_backend(default: str = "nccl") -> str:
-    """The backend of process groups: ``default`` on GPUs, gloo on a CPU."""
+    """Return the backend of process groups: ``default`` on GPUs, gloo on a CPU."""
     return default if torch.cuda.is_available() else "gloo"

@@ -43,7 +43,7 @@ class AsyncLoopThread:
         ).start()
 
     def run(self, coro: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result; deadlocks if called on the loop itself."""
+        """Return the coroutine's result; deadlocks if called on the loop itself."""
         future = asyncio.run_coroutine_threadsafe(coro, self.loop)
         return future.result()  # no timeout
 
@@ -61,13 +61,13 @@ class _RunsLoop:
 
 @functools.cache
 def shared_loop() -> AsyncLoopThread:
-    """The event loop of a process without a run; in a run, a second loop for sync functions that
-    need one."""
+    """Return the event loop of a process without a run; in a run, a second loop for sync functions
+    that need one."""
     return AsyncLoopThread()
 
 
 def get_async_loop() -> AsyncLoopThread | _RunsLoop:
-    """The run's event loop; without a run, `shared_loop`."""
+    """Return the run's event loop; without a run, `shared_loop`."""
     return _RunsLoop() if is_in_run() else shared_loop()
 
 
@@ -85,8 +85,8 @@ def run(coro: Coroutine[Any, Any, T]) -> T:
 
 
 def call_dynamic_filter(fn: Any, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
-    """The verdict of a sync filter ``fn(args, samples)``; None keeps everything, a bare bool is
-    wrapped."""
+    """Return the verdict of a sync filter ``fn(args, samples)``; None keeps everything, a bare bool
+    is wrapped."""
     if fn is None:
         return DynamicFilterOutput(keep=True)
     with failures_of("the dynamic filter"):
@@ -124,7 +124,7 @@ def init_http_client(args: Any) -> None:
 
 
 def is_port_available(port: int) -> bool:
-    """Whether a port of this host is neither in use nor reserved
+    """Tell whether a port of this host is neither in use nor reserved
     (`slime.processes.host.reserve_port`)."""
     try:
         reserve_port(port=port).release()
@@ -141,7 +141,7 @@ def find_available_port(base_port: int) -> int:
 
 
 def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
-    """The first of ``consecutive`` free ports, from ``start_port`` on."""
+    """Return the first of ``consecutive`` free ports, from ``start_port`` on."""
     starts = itertools.count(start_port)
     return next(
         start for start in starts if all(is_port_available(start + i) for i in range(consecutive))

@@ -17,7 +17,7 @@ from slime.errors import UserError
 
 
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
-    """The values of a whole response, [response_length, …]: ``tensor`` itself.
+    """Return the values of a whole response, [response_length, …]: ``tensor`` itself.
 
     Raises:
         UserError: the length is not ``response_length``.

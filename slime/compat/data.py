@@ -24,7 +24,7 @@ from slime.samples.types import Sample
 
 
 def read_file(path: str) -> Iterator[dict[str, Any]]:
-    """The rows of a file; ``path`` may end with a slice ``@[start:stop]``.
+    """Return the rows of a file; ``path`` may end with a slice ``@[start:stop]``.
 
     Raises:
         UserError: the file is missing, or a row cannot be read.
@@ -111,7 +111,7 @@ class Dataset:
 
 
 def load_tokenizer(name_or_path: str, chat_template_path: str | None = None, **kwargs: Any) -> Any:
-    """The tokenizer of a local model directory.
+    """Return the tokenizer of a local model directory.
 
     Args:
         chat_template_path: a file with a template that replaces the tokenizer's own.
@@ -149,8 +149,8 @@ class MultiTurnLossMaskGenerator:
     def get_loss_mask(
         self, messages: Messages, tools: list[dict[str, Any]] | None = None
     ) -> tuple[list[int], list[int]]:
-        """(tokens, mask), up to the last trained token. Messages with a ``step_loss_mask`` of 0 are
-        not trained.
+        """Return (tokens, mask), up to the last trained token. Messages with a ``step_loss_mask``
+        of 0 are not trained.
 
         Raises:
             UserError: there is no assistant message, or the template's turns cannot be located, or
@@ -171,7 +171,7 @@ class MultiTurnLossMaskGenerator:
         return get_response_lengths(loss_masks)
 
     def get_text_from_loss_mask(self, token_ids: list[int], loss_masks: list[int]) -> list[str]:
-        """The text of each run of trained tokens."""
+        """Return the text of each run of trained tokens."""
         texts: list[str] = []
         run: list[int] = []
         for token, trained in zip([*token_ids, None], [*loss_masks, 0]):
@@ -234,7 +234,8 @@ class EvalDatasetConfig(EvalDataset):
 
 
 def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
-    """The entries of ``datasets``, a list of maps or a map from names to maps, each with its name.
+    """Return the entries of ``datasets``, a list of maps or a map from names to maps, each with its
+    name.
 
     Raises:
         ValueError: an entry has no name.
@@ -250,5 +251,5 @@ def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
 def build_eval_dataset_configs(
     args: Any, raw_config: list[dict[str, Any]], defaults: dict[str, Any]
 ) -> list[EvalDatasetConfig]:
-    """A set for each entry; missing fields come from ``defaults``, then from ``args``."""
+    """Return a set for each entry; missing fields come from ``defaults``, then from ``args``."""
     return [EvalDatasetConfig(**{**(defaults or {}), **entry}, args=args) for entry in raw_config]

@@ -45,7 +45,7 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
 def post_process_rewards(
     args: Any, samples: list[Sample], **kwargs: Any
 ) -> tuple[list[float], list[float]]:
-    """Rewards of 0: the training signal is the teacher's log-probs, which `reward_func` has
-    stored."""
+    """Return rewards of 0: the training signal is the teacher's log-probs, which `reward_func`
+    has stored."""
     zeros = [0.0] * len(samples)
     return zeros, list(zeros)

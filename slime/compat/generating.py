@@ -232,7 +232,7 @@ class _Drawing(DataSource):
 async def generate_rollout_async(
     args: Any, rollout_id: int, data_source: Callable[[int], list[list[Sample]]] | DataSource
 ) -> tuple[RolloutFnTrainOutput, list[list[Sample]]]:
-    """The built-in rollout with prompts of ``data_source``, a source or its ``get_samples``.
+    """Run the built-in rollout with prompts of ``data_source``, a source or its ``get_samples``.
 
     Returns:
         (output, groups that the caller must put back into the source). The groups are [] if
@@ -247,7 +247,7 @@ async def generate_rollout_async(
 async def eval_rollout(
     args: Any, rollout_id: int
 ) -> tuple[RolloutFnEvalOutput, list[list[Sample]]]:
-    """The built-in evaluation of all sets, and []."""
+    """Run the built-in evaluation of all sets, and []."""
     return await current_loop().evaluate_built_in(rollout_id, own.current_state()), []
 
 
@@ -255,7 +255,7 @@ async def eval_rollout(
 async def eval_rollout_single_dataset(
     args: Any, rollout_id: int, dataset_cfg: Any
 ) -> dict[str, dict[str, list[Any]]]:
-    """The built-in evaluation of one of ``args.eval_datasets``."""
+    """Run the built-in evaluation of one of ``args.eval_datasets``."""
     output = await current_loop().evaluate_built_in(
         rollout_id, own.current_state(), names=[dataset_cfg.name]
     )

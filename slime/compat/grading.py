@@ -31,7 +31,7 @@ _TAIL = 100
 
 
 def extract_answer(passage: str | None) -> str | None:
-    r"""The content of the last ``\boxed{…}``; None if there is none."""
+    r"""Return the content of the last ``\boxed{…}``; None if there is none."""
     return last_boxed(passage or "")
 
 
@@ -41,14 +41,14 @@ def extract_boxed_answer(solution: str | None) -> str | None:
 
 
 def last_boxed_only_string(string: str | None) -> str | None:
-    r"""The last ``\boxed{…}`` itself; None if there is none."""
+    r"""Return the last ``\boxed{…}`` itself; None if there is none."""
     content = last_boxed(string or "")
     return None if content is None else f"\\boxed{{{content}}}"
 
 
 def remove_boxed(s: str | None) -> str | None:
-    r"""The content of ``\boxed{…}``; None for None, the result of `last_boxed_only_string` without
-    a box."""
+    r"""Return the content of ``\boxed{…}``; None for None, the result of `last_boxed_only_string`
+    without a box."""
     return None if s is None else last_boxed(s)
 
 
@@ -61,14 +61,14 @@ def _graders() -> GradingPool:
 
 
 def _is_right(grader: str, response: str, label: Any) -> bool:
-    """Whether a worker grades a response as correct within `deadlines.POOL_MATH`."""
+    """Tell whether a worker grades a response as correct within `deadlines.POOL_MATH`."""
     return bool(
         shared_loop().run(_graders().grade(grader, response, label, deadlines.POOL_MATH)).score
     )
 
 
 def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
-    r"""Whether the last ``\boxed{…}`` of the solution equals the ground truth."""
+    r"""Tell whether the last ``\boxed{…}`` of the solution equals the ground truth."""
     return (
         bool(ground_truth)
         and last_boxed(solution_str) is not None
@@ -77,7 +77,7 @@ def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
 
 
 def grade_answer_sympy(given_answer: str | None, ground_truth: Any) -> bool:
-    """Whether two answers, given without a box, are equal expressions."""
+    """Tell whether two answers, given without a box, are equal expressions."""
     return given_answer is not None and _is_right(
         "boxed_math", f"\\boxed{{{given_answer}}}", ground_truth
     )
@@ -89,7 +89,7 @@ def grade_answer_mathd(given_answer: str | None, ground_truth: Any) -> bool:
 
 
 def get_deepscaler_rule_based_reward(response: str, label: Any) -> int:
-    """1 if the text after the reasoning has the correct answer in a box, else 0."""
+    """Return 1 if the text after the reasoning has the correct answer in a box, else 0."""
     return int(_is_right("deepscaler", response, label))
 
 
@@ -104,7 +104,8 @@ def _instruction_graders() -> GradingPool:
 def compute_ifbench_reward(
     response: str, label: Any, metadata: dict[str, Any] | None = None
 ) -> float:
-    """1.0 if the response follows all instructions in ``metadata``, else 0.0; ``label`` is ignored.
+    """Return 1.0 if the response follows all instructions in ``metadata``, else 0.0; ``label`` is
+    ignored.
 
     Raises:
         UserError: ``metadata`` has no instructions, or they cannot be checked here.
@@ -141,8 +142,8 @@ def f1_score(prediction: str | None, ground_truth: Any) -> tuple[float, float, f
 def is_correct_minerva(
     solution_str: str, gt: str, gt_need_extract: bool = False, answer_pattern: str = ANSWER_LINE
 ) -> tuple[bool, str]:
-    """(whether the last match of the pattern equals the ground truth after Minerva's normalisation,
-    the match)."""
+    """Return (whether the last match of the pattern equals the ground truth after Minerva's
+    normalisation, the match)."""
     return final_answer(solution_str, last_boxed(gt) if gt_need_extract else gt, answer_pattern)
 
 
@@ -162,7 +163,7 @@ def verify(
     strict_box_verify: bool = False,
     pause_tokens_index: list[int] | None = None,
 ) -> tuple[bool, str | None]:
-    """(whether the solution is correct, the answer found in it)."""
+    """Return (whether the solution is correct, the answer found in it)."""
     if not strict_box_verify:
         return is_correct_minerva(solution_str, answer)
     score, predicted = is_correct_strict_box(solution_str, answer, pause_tokens_index)

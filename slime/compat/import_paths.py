@@ -130,7 +130,7 @@ def _note_replacement(path: str, target: str, value: Any) -> None:
 
 
 def _alias_of(fullname: str) -> str | None:
-    """The module that an alias means; None if the name is not an alias."""
+    """Return the module that an alias means; None if the name is not an alias."""
     for alias, module in ALIASES.items():
         if fullname == alias or fullname.startswith(alias + "."):
             return module + fullname.removeprefix(alias)

@@ -44,12 +44,12 @@ def log(args: Any, metrics: Mapping[str, Any], step_key: str) -> None:
 
 
 def compute_rollout_step(args: Any, rollout_id: int) -> int:
-    """The step of a rollout's metrics: its id, because all metrics share one axis."""
+    """Return the step of a rollout's metrics: its id, because all metrics share one axis."""
     return rollout_id
 
 
 def compute_statistics(values: Iterable[float]) -> dict[str, float]:
-    """``mean``, ``median``, ``max`` and ``min``.
+    """Return ``mean``, ``median``, ``max`` and ``min``.
 
     >>> compute_statistics([1, 2, 6])
     {'mean': 3.0, 'median': 2, 'max': 6, 'min': 1}
@@ -71,7 +71,7 @@ def compute_pass_rate(
     num_groups: int | None = None,
     group_ids: Sequence[Any] | None = None,
 ) -> dict[str, float]:
-    """``pass@k`` for powers of two up to the group's size; {} for groups of one.
+    """Return ``pass@k`` for powers of two up to the group's size; {} for groups of one.
 
     Args:
         flat_rewards: group after group, unless ``group_ids`` gives the group of each reward.

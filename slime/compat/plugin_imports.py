@@ -51,8 +51,8 @@ def check_plugin_imports(files: list[Path]) -> None:
 
 
 def missing_imports(file: Path) -> list[MissingImport]:
-    """The failing imports of slime in a Python file, and in the files that it imports from its
-    folder."""
+    """Return the failing imports of slime in a Python file, and in the files that it imports from
+    its folder."""
     found: list[MissingImport] = []
     waiting = [file.resolve()]
     seen = set[Path]()
@@ -94,7 +94,7 @@ def _catches_imports(handler: ast.ExceptHandler) -> bool:
 
 
 def _unavailable(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
-    """(import path, reason) for each name of slime that the statement cannot import."""
+    """Yield (import path, reason) for each name of slime that the statement cannot import."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             if alias.name.split(".")[0] == "slime" and (reason := _why_no_module(alias.name)):
@@ -126,8 +126,8 @@ def _why_no_module(name: str) -> str:
 
 
 def _files_of(node: ast.Import | ast.ImportFrom, importer: Path) -> Iterator[Path]:
-    """The source files of the modules that a statement in ``importer`` imports, except slime's
-    own."""
+    """Yield the source files of the modules that a statement in ``importer`` imports, except
+    slime's own."""
     names = [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
         if node.level or not node.module:

@@ -47,7 +47,7 @@ def compute_policy_loss(
     eps_clip_high: float,
     eps_clip_c: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, clipped), each [T]; ``ppo_kl`` [T] is the old minus the current log-prob."""
+    """Return (loss, clipped), each [T]; ``ppo_kl`` [T] is the old minus the current log-prob."""
     inputs = _inputs(
         -ppo_kl, torch.zeros_like(ppo_kl), advantages, eps_clip, eps_clip_high, eps_clip_c
     )
@@ -58,7 +58,7 @@ def compute_policy_loss(
 def compute_cispo_loss(
     ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """(loss, clipped), each [T]; the gradient flows only through ``log_probs``."""
+    """Return (loss, clipped), each [T]; the gradient flows only through ``log_probs``."""
     old = (log_probs + ppo_kl).detach()
     loss = cispo_loss(_inputs(log_probs, old, advantages, eps_clip, eps_clip_high))
     return loss.loss, loss.clipped
@@ -120,7 +120,7 @@ def _length(tensor: Tensor) -> Tensor:
 
 
 def get_grpo_returns(rewards: Sequence[float] | Tensor, kl: list[Tensor]) -> list[Tensor]:
-    """The reward of each sample, repeated for each of its tokens."""
+    """Return the reward of each sample, repeated for each of its tokens."""
     return estimates.grpo(AdvantageInputs(_numbers(rewards), kl, []))[0]
 
 
@@ -133,7 +133,7 @@ def get_reinforce_plus_plus_returns(
     kl_coef: float,
     gamma: float,
 ) -> list[Tensor]:
-    """Discounted returns of REINFORCE++; the two arguments with lengths are ignored."""
+    """Return the discounted returns of REINFORCE++; the two arguments with lengths are ignored."""
     return estimates.reinforce_plus_plus(
         AdvantageInputs(_numbers(rewards), kl, loss_masks, kl_coef, gamma)
     )[0]
@@ -142,7 +142,7 @@ def get_reinforce_plus_plus_returns(
 def get_reinforce_plus_plus_baseline_advantages(
     rewards: Sequence[float] | Tensor, kl: list[Tensor], loss_masks: list[Tensor], kl_coef: float
 ) -> list[Tensor]:
-    """Rewards, already centred by group, minus the KL penalty of each token."""
+    """Return the rewards, already centred by group, minus the KL penalty of each token."""
     return estimates.reinforce_plus_plus_baseline(
         AdvantageInputs(_numbers(rewards), kl, loss_masks, kl_coef)
     )[0]
@@ -155,8 +155,8 @@ def _numbers(rewards: Sequence[float] | Tensor) -> list[float]:
 def _generalised(
     rewards: Tensor, values: Tensor, gamma: float, lambd: float
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [L] of GAE (arXiv:1506.02438): temporal differences, discounted by
-    γλ."""
+    """Return the advantages and returns [L] of GAE (arXiv:1506.02438): temporal differences,
+    discounted by γλ."""
     errors = temporal_differences(rewards, values, gamma)
     advantages = discounted_returns(errors, gamma * lambd)
     return advantages, advantages + values
@@ -170,7 +170,7 @@ def chunked_discounted_returns(rewards: Tensor, discount: float, chunk_size: int
 def vanilla_gae(
     rewards: Tensor, values: Tensor, gamma: float, lambd: float
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns), each [B, T] like ``rewards`` and ``values``."""
+    """Return (advantages, returns), each [B, T] like ``rewards`` and ``values``."""
     rows = [_generalised(*row, gamma, lambd) for row in zip(rewards, values)]
     return torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows])
 
@@ -185,7 +185,7 @@ def chunked_gae(
 def get_advantages_and_returns(
     total_len: int, response_len: int, values: Tensor, rewards: Tensor, gamma: float, lambd: float
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns) of one sample, each [response_len]."""
+    """Return (advantages, returns) of one sample, each [response_len]."""
     return _generalised(rewards, values, gamma, lambd)
 
 
@@ -198,7 +198,7 @@ def get_advantages_and_returns_batch(
     lambd: float,
     chunked: bool = True,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """(advantages, returns) of each sample."""
+    """Return (advantages, returns) of each sample."""
     rows = [
         _generalised(rewards, values, gamma, lambd)
         for rewards, values in zip(rewards_list, values_list)

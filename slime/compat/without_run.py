@@ -63,13 +63,13 @@ class LoneState:
 
 
 def _flag(args: Any, name: str) -> Any:
-    """The value in ``args``, else the flag's default."""
+    """Return the value in ``args``, else the flag's default."""
     value = getattr(args, name, None)
     return all_flags()[name].default if value is None else value
 
 
 def token_ids(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text without added special tokens; the tokenizer has ``encode`` or is
+    """Return the tokens of a text without added special tokens; the tokenizer has ``encode`` or is
     callable."""
     if hasattr(tokenizer, "encode"):
         return list(tokenizer.encode(text, add_special_tokens=False))

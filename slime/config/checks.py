@@ -168,8 +168,8 @@ def _needs(draft: Draft) -> None:
 
 
 def _is_checked_elsewhere(draft: Draft, spec: FlagSpec) -> bool:
-    """Whether this is an option of engines of which the run starts none, so that another warning
-    names it, or of engines in server groups (`slime.engines.model_groups.idle_options`)."""
+    """Tell whether this is an option of engines of which the run starts none, so that another
+    warning names it, or of engines in server groups (`slime.engines.model_groups.idle_options`)."""
     section = ENGINE_OPTIONS[draft["rollout_engine"]].section
     if not spec.sections or "engine" not in spec.meta.read_by:
         return False
@@ -178,8 +178,8 @@ def _is_checked_elsewhere(draft: Draft, spec: FlagSpec) -> bool:
 
 
 def _equals_derived(draft: Draft, spec: FlagSpec) -> bool:
-    """Whether leaving the flag out would derive the same value. Such flags are accepted so that
-    the values of a resolved configuration can be passed again."""
+    """Tell whether leaving the flag out would derive the same value. Such flags are accepted so
+    that the values of a resolved configuration can be passed again."""
     if not spec.meta.derived:
         return False
     derived = resolve(
@@ -604,8 +604,8 @@ def _profile(draft: Draft) -> None:
 
 
 def _rollouts_to_tell_apart(draft: Draft, dest: str) -> int:
-    """How many rollouts need distinct paths. One is enough for a file that is only read, and for
-    --save-hf without the rollout in its path, where each export replaces the last."""
+    """Return how many rollouts need distinct paths. One is enough for a file that is only read, and
+    for --save-hf without the rollout in its path, where each export replaces the last."""
     one_for_all = dest == "ci_load_grad_norm" or (
         dest == "save_hf" and not path_patterns.names_rollout(draft[dest])
     )

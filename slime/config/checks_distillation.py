@@ -60,7 +60,7 @@ def distillation(draft: Draft) -> None:
 
 
 def may_score(args: Any) -> bool:
-    """Whether a user function may set ``teacher_log_probs``.
+    """Tell whether a user function may set ``teacher_log_probs``.
 
     Args:
         args: the flat view of the configuration.

@@ -38,7 +38,7 @@ def parallel(draft: Draft) -> None:
 
 
 def _has_critic_gpus(draft: Draft) -> bool:
-    """Whether there is a critic on GPUs of its own.
+    """Tell whether there is a critic on GPUs of its own.
 
     Raises:
         UserError: only one of its number of nodes and its GPUs per node is 0.

@@ -230,8 +230,8 @@ class Config:
     # -- views -------------------------------------------------------------------------------------
 
     def values(self) -> dict[str, Any]:
-        """All of slime's flags, and the flags of Megatron and SGLang that the user set, by name
-        with underscores."""
+        """Return all of slime's flags, and the flags of Megatron and SGLang that the user set, by
+        name with underscores."""
         specs = all_flags()
         found = {}
         for dest in self.origins:
@@ -274,7 +274,7 @@ class Config:
         return self.values(), self.extra
 
     def describe(self) -> str:
-        """One line with value and origin for each flag that is set or derived, by group."""
+        """Return one line with value and origin for each flag that is set or derived, by group."""
         specs = all_flags()
         lines = []
         for group in GROUPS:

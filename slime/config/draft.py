@@ -88,11 +88,11 @@ class Draft:
         return dest in self.given.values
 
     def differs(self, dest: str) -> bool:
-        """Whether the user set a value other than the default."""
+        """Tell whether the user set a value other than the default."""
         return self.is_given(dest) and self.values[dest] != self.specs[dest].default
 
     def truncations(self) -> list[str]:
-        """The flags, with their values, that exclude tokens from sampling."""
+        """Return the flags, with their values, that exclude tokens from sampling."""
         off = {"rollout_top_k": (None, -1), "rollout_top_p": (1.0,), "rollout_min_p": (0.0,)}
         return [f"{option_of(dest)} {self[dest]:g}" for dest in off if self[dest] not in off[dest]]
 

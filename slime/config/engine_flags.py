@@ -117,15 +117,15 @@ def sglang_versions() -> list[str]:
 
 @functools.cache
 def stored_sglang_args() -> tuple[str, list[ForeignArg]]:
-    """(version, arguments) of the newest supported SGLang."""
+    """Return (version, arguments) of the newest supported SGLang."""
     table = _sglang_table()
     return table["version"], [record_of(ForeignArg, row) for row in table["arguments"]]
 
 
 @functools.cache
 def sglang_args() -> tuple[str, list[ForeignArg]]:
-    """(version, arguments) of the installed SGLang. A release without a table has the arguments of
-    the closest earlier one. Without SGLang: those of `SGLANG_ON_GPUS`."""
+    """Return (version, arguments) of the installed SGLang. A release without a table has the
+    arguments of the closest earlier one. Without SGLang: those of `SGLANG_ON_GPUS`."""
     try:
         installed = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -134,7 +134,7 @@ def sglang_args() -> tuple[str, list[ForeignArg]]:
 
 
 def sglang_args_of(installed: str) -> tuple[str, list[ForeignArg]]:
-    """(version, arguments) of a release."""
+    """Return (version, arguments) of a release."""
     newest, arguments = stored_sglang_args()
     others = _sglang_table()["other_versions"]
     versions = sglang_versions()
@@ -169,14 +169,14 @@ def sglang_that_has(option: str) -> tuple[str, str] | None:
 
 @functools.cache
 def sglang_flags() -> dict[str, FlagSpec]:
-    """``--sglang-<name>`` for each option of SGLang's server, by dest."""
+    """Return ``--sglang-<name>`` for each option of SGLang's server, by dest."""
     version, arguments = sglang_args()
     return with_prefix("sglang", arguments, SGLANG_RESERVED, f"sglang {version}")
 
 
 @functools.cache
 def router_flags() -> dict[str, FlagSpec]:
-    """``--router-<name>`` for each option of sglang-router, by dest."""
+    """Return ``--router-<name>`` for each option of sglang-router, by dest."""
     table = read_table("sglang_router.json")
     arguments = {row["name"]: record_of(ForeignArg, row) for row in table["arguments"]}
     # launch scripts of the reference system use other names of the policy and of a value
@@ -193,7 +193,7 @@ def router_flags() -> dict[str, FlagSpec]:
 def with_prefix(
     prefix: str, arguments: list[ForeignArg], reserved: dict[str, str], origin: str
 ) -> dict[str, FlagSpec]:
-    """The flags for another program's arguments: ``--<prefix>-<name>``, into
+    """Return the flags for another program's arguments: ``--<prefix>-<name>``, into
     ``config.engine.<prefix>``."""
     specs = {}
     needs = requirements(prefix, {arg.name: arg.choices for arg in arguments})

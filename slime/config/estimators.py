@@ -111,7 +111,7 @@ FACTS: dict[str, EstimatorFacts] = {
 
 
 def estimators_where(fact: str, is_so: bool = True) -> tuple[str, ...]:
-    """The names of the estimators whose ``fact`` equals ``is_so``.
+    """Return the names of the estimators whose ``fact`` equals ``is_so``.
 
     Example:
         >>> estimators_where("discounts")

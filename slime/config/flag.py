@@ -50,7 +50,7 @@ Part = Literal[
 
 
 def option_of(dest: str) -> str:
-    """``--lr-decay-style`` of ``lr_decay_style``."""
+    """Return ``--lr-decay-style`` for ``lr_decay_style``."""
     return "--" + dest.replace("_", "-")
 
 
@@ -346,7 +346,7 @@ class FlagSpec:
 
 
 def specs_of(group: str, cls: Any) -> list[FlagSpec]:
-    """The flags that a configuration group declares, without its other fields."""
+    """Return the flags that a configuration group declares, without its other fields."""
     hints = typing.get_type_hints(cls)
     docs = docs_of(cls)
     specs = []
@@ -405,7 +405,7 @@ def refused_spec(group: str, cls: Any, row: RefusedFlag) -> FlagSpec:
 
 
 def _kind_of(annotation: Any) -> tuple[Kind, bool, bool, tuple[Any, ...]]:
-    """(kind, many, optional, choices) of a resolved annotation."""
+    """Return (kind, many, optional, choices) of a resolved annotation."""
     origin = typing.get_origin(annotation)
     args = typing.get_args(annotation)
     if origin in (types.UnionType, typing.Union):
@@ -425,7 +425,7 @@ def _kind_of(annotation: Any) -> tuple[Kind, bool, bool, tuple[Any, ...]]:
 
 @functools.cache
 def docs_of(cls: type) -> dict[str, str]:
-    """The docstring under each field of a module's class, by field name, as one line."""
+    """Return the docstring under each field of a module's class, by field name, as one line."""
     file = inspect.getsourcefile(cls)
     assert file is not None, cls
     return docs_of_class(_classes_of(file)[cls.__name__])

@@ -59,7 +59,7 @@ GROUPS: dict[str, type] = {
 
 @functools.lru_cache(maxsize=1)
 def own_flags() -> dict[str, FlagSpec]:
-    """Every flag of the groups by its dest, in the order of the groups."""
+    """Return every flag of the groups by its dest, in the order of the groups."""
     refused = read_table("refused_flags.toml")
     assert refused.keys() <= GROUPS.keys(), refused.keys() - GROUPS.keys()
     specs: dict[str, FlagSpec] = {}
@@ -73,8 +73,8 @@ def own_flags() -> dict[str, FlagSpec]:
 
 @functools.lru_cache(maxsize=1)
 def all_flags() -> dict[str, FlagSpec]:
-    """Every flag by dest: slime's, Megatron's, SGLang's and the router's. If two have the same
-    name, the first in this order wins."""
+    """Return every flag by dest: slime's, Megatron's, SGLang's and the router's. If two have the
+    same name, the first in this order wins."""
     own = own_flags()
     flags = dict(own)
     for more in (native_flags(own), lm_flags(), router_flags(), sglang_flags()):
@@ -100,7 +100,8 @@ class Spelling:
 
 @functools.lru_cache(maxsize=1)
 def spellings() -> dict[str, Spelling]:
-    """Every accepted name, with dashes (``rollout-stop``, ``no-rope-fusion``) → what it sets."""
+    """Return every accepted name, with dashes (``rollout-stop``, ``no-rope-fusion``) → what it
+    sets."""
     table: dict[str, Spelling] = {}
     for spec in all_flags().values():
         for option in spec.options:
@@ -148,7 +149,8 @@ def unknown_name(name: str, where: str) -> UserError:
 
 
 def nearest(name: str, names: Iterable[str], count: int = 2) -> list[str]:
-    """The closest spellings, best first; only the best if it is clearly closer than the next."""
+    """Return the closest spellings, best first; only the best if it is clearly closer than the
+    next."""
     found = difflib.get_close_matches(name, list(names), n=count, cutoff=0.8)
     if len(found) > 1:
         ratios = [difflib.SequenceMatcher(None, name, other).ratio() for other in found]

@@ -173,7 +173,7 @@ def _print_topic(name: str, width: int, out: TextIO) -> None:
 
 
 def default_text(spec: FlagSpec) -> str:
-    """The default as documentation shows it: a constant, a formula, or ""."""
+    """Return the default as documentation shows it: a constant, a formula, or ""."""
     if spec.meta.derived:
         return spec.meta.derived
     if spec.default in (None, (), {}, "") or (spec.kind == "bool" and spec.default is False):
@@ -186,12 +186,12 @@ def default_text(spec: FlagSpec) -> str:
 
 
 def range_text(spec: FlagSpec) -> str:
-    """The allowed numbers, as in "more than 0 and at most 1"; "" if there is no limit."""
+    """Return the allowed numbers, as in "more than 0 and at most 1"; "" if there is no limit."""
     return spec.meta.range.words if spec.meta.range else ""
 
 
 def needs_text(spec: FlagSpec) -> str:
-    """Combinations in which the flag would have no effect, and is refused or warned of.
+    """Return the combinations in which the flag would have no effect, and is refused or warned of.
 
     Example:
         >>> needs_text(all_flags()["opsm_delta"])
@@ -219,7 +219,7 @@ def status_text(spec: FlagSpec) -> str:
 
 
 def metavar(spec: FlagSpec) -> str:
-    """The placeholder of the value: INT, {a,b}, TEXT …, or "" for a switch."""
+    """Return the placeholder of the value: INT, {a,b}, TEXT …, or "" for a switch."""
     shown = "{" + ",".join(map(str, spec.choices)) + "}" if spec.choices else _METAVAR[spec.kind]
     return f"{shown} …" if spec.many and shown else shown
 
@@ -272,7 +272,8 @@ _TABLE_HEAD = "| flag | value | range | default | status | meaning |\n|---|---|-
 
 
 def flags_page() -> str:
-    """The text of docs/flags.md. Does not depend on the host (SGLang's table is the stored one)."""
+    """Return the text of docs/flags.md. Does not depend on the host (SGLang's table is the stored
+    one)."""
     flags = all_flags().values()
     parts = [read_text("flags_page.md")]
     for group, cls in GROUPS.items():

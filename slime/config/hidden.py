@@ -103,8 +103,8 @@ def _hidden(value: Any, path: _Path = ()) -> Iterator[_Path]:
 
 
 def _variable(path: _Path) -> str:
-    """The environment variable for a hidden value: the last key if that is a variable's name, else
-    a name made of the path.
+    """Return the environment variable for a hidden value: the last key if that is a variable's
+    name, else a name made of the path.
 
     Example:
         >>> paths = ("train_env_vars", "MY_TOKEN"), ("judge", "api_key"), ("wandb_key",)

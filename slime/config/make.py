@@ -88,8 +88,8 @@ def parse_args(argv: list[str] | None = None, entry: str = "train") -> Config:
 
 
 def flags_given(argv: list[str]) -> frozenset[str]:
-    """Dests of the flags that a command line and its configuration files set; what cannot be read
-    is skipped."""
+    """Return the dests of the flags that a command line and its configuration files set; what
+    cannot be read is skipped."""
     errors: list[UserError] = []
     return frozenset(_with_files(read_argv(argv, errors), errors).values)
 
@@ -124,7 +124,7 @@ def judge_args(argv: list[str], entry: str = "train") -> tuple[Config | None, li
 
 
 def options_in(text: str) -> frozenset[str]:
-    """The flags that a message names, as ``--options``; field names count too.
+    """Return the flags that a message names, as ``--options``; field names count too.
 
     Example:
         >>> sorted(options_in("--bf16 and --fp32 exclude each other; micro_batch_size is 3"))

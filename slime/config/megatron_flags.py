@@ -115,7 +115,7 @@ FIELDS: dict[str, FlagMeta] = {
 
 @functools.cache
 def megatron_core() -> dict[str, Any]:
-    """The generated table: {"version": …, "fields": [{"section": …, "name": …, …}]}."""
+    """Return the generated table: {"version": …, "fields": [{"section": …, "name": …, …}]}."""
     return read_table("megatron_core.json")
 
 

@@ -75,7 +75,8 @@ def missing_family(given: UserFlags, set_flags: frozenset[str]) -> UserError | N
 
 
 def described_by(family_error: UserError | None, dest: str) -> bool:
-    """Whether ``family_error`` covers the flag, because the flag describes a missing family."""
+    """Tell whether ``family_error`` covers the flag, because the flag describes a missing
+    family."""
     return family_error is not None and (
         dest == "spec" or any(dest in family.flags for family in MISSING_FAMILIES)
     )

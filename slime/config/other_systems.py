@@ -33,7 +33,7 @@ class OtherName:
 
 @functools.cache
 def other_names() -> dict[str, list[OtherName]]:
-    """The rows of `data/other_systems.toml` by system, "TRL" and "verl"."""
+    """Return the rows of `data/other_systems.toml` by system, "TRL" and "verl"."""
     return {
         system: [OtherName(tuple(row["names"]), row["answer"]) for row in rows]
         for system, rows in read_table("other_systems.toml").items()
@@ -46,8 +46,8 @@ def _key(name: str) -> str:
 
 @functools.cache
 def _by_name() -> dict[str, OtherName]:
-    """Rows by whole names and by last parts of dotted names. Whole names take precedence, and then
-    earlier rows."""
+    """Return the rows by whole names and by last parts of dotted names. Whole names take
+    precedence, and then earlier rows."""
     answers = [row for rows in other_names().values() for row in rows]
     rows = [(_key(name), row) for row in answers for name in row.names]
     parts = [(name.rpartition(".")[2], row) for name, row in rows]

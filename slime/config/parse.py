@@ -222,7 +222,7 @@ def _stray(word: str) -> UserError:
 
 
 def read_yaml(path: str, flag: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The top-level mapping of a YAML file: as it is read, and with all scalars as text.
+    """Return the top-level mapping of a YAML file: as it is read, and with all scalars as text.
 
     Raises:
         UserError: the file cannot be read, is not YAML, or is not a mapping.
@@ -430,7 +430,7 @@ def _refuse_files(given: UserFlags, path: str, *dests: str) -> None:
 
 
 def _differ_by_little(one: str, other: str) -> bool:
-    """Whether one letter was inserted, deleted or replaced, or two adjacent ones swapped."""
+    """Tell whether one letter was inserted, deleted or replaced, or two adjacent ones swapped."""
     prefix = 0
     while prefix < min(len(one), len(other)) and one[prefix] == other[prefix]:
         prefix += 1

@@ -73,7 +73,7 @@ def left_out(draft: Draft) -> list[str]:
 
 
 def _is_requested(draft: Draft, spec: FlagSpec) -> bool:
-    """Whether the user set another value than the default; False for a derived switch is not
+    """Tell whether the user set another value than the default; False for a derived switch is not
     counted."""
     if spec.meta.refused or spec.meta.no_effect:
         return False

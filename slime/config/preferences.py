@@ -68,7 +68,7 @@ PREFERENCE_FACTS: dict[str, PreferenceFacts] = {
 
 
 def preferences_where(fact: str, is_so: bool = True) -> tuple[str, ...]:
-    """The names of the losses whose ``fact`` is set (or not, if ``is_so`` is False).
+    """Return the names of the losses whose ``fact`` is set (or not, if ``is_so`` is False).
 
     Example:
         >>> preferences_where("needs_reference")

@@ -12,6 +12,7 @@ from typing import Any
 
 from slime.config.flag import FlagSpec
 from slime.errors import UserError
+from slime.files import repeated_key
 
 #: A variable of a shell or of OmegaConf, alone or as a part of a path: $HOME/x, a/$RUN/b, ${X}.
 _VARIABLE = re.compile(r"(?:^|(?<=/))\$[A-Za-z_]\w*(?=/|$)|\$\{[^}]*\}|\{\{.*\}\}")
@@ -198,12 +199,11 @@ def _typed(kind: str, value: Any) -> Any:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of JSON with these pairs; a key that comes twice is an error, and not its last."""
+    """Return the object of JSON with these pairs; a key that comes twice is an error, and not its
+    last."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} comes twice")
+        raise ValueError(f"the key {repeated_key(pairs)!r} comes twice")
     return found
 
 

@@ -44,7 +44,7 @@ class _AsWritten(_Loader):
 
 
 def _resolvers(*kept: str) -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """The implicit types of YAML 1.1 with these names."""
+    """Return the implicit types of YAML 1.1 with these names."""
     tags = [_TAG + name for name in kept]
     found = yaml.SafeLoader.yaml_implicit_resolvers.items()
     return {first: [row for row in rows if row[0] in tags] for first, rows in found}
@@ -59,7 +59,7 @@ _AsWritten.yaml_implicit_resolvers = _resolvers("merge")
 
 
 def load(text: str) -> Any:
-    """The content of a YAML file.
+    """Return the content of a YAML file.
 
     Raises:
         yaml.YAMLError: it is not valid, or a key comes twice.
@@ -72,7 +72,7 @@ def load(text: str) -> Any:
 
 
 def load_as_written(text: str) -> Any:
-    """The content of a YAML file, in which every scalar is text.
+    """Return the content of a YAML file, in which every scalar is text.
 
     Example:
         >>> load_as_written("{version: 1.10, names: [no, null]}")
@@ -82,7 +82,7 @@ def load_as_written(text: str) -> Any:
 
 
 def text_of(typed: Any, written: Any) -> Any:
-    """The value of a flag that takes text: scalars as written, null as None.
+    """Return the value of a flag that takes text: scalars as written, null as None.
 
     Args:
         typed, written: the value as `load` and as `load_as_written` read it.
@@ -93,5 +93,5 @@ def text_of(typed: Any, written: Any) -> Any:
 
 
 def is_empty(typed: Any, written: Any) -> bool:
-    """Whether nothing is written, not even null."""
+    """Tell whether nothing is written, not even null."""
     return typed is None and written == ""

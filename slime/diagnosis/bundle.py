@@ -31,8 +31,8 @@ _TAIL = 512 << 10
 _METRICS_TAIL = 2 << 20
 _SAMPLES_HEAD = 4 << 20
 #: Maximum bytes of all files together, before compression.
-_MOST_BYTES = 64 << 20
-_MOST_CRASHES = 3
+_MAX_BYTES = 64 << 20
+_MAX_CRASHES = 3
 _NAMES_OF_A_CRASH = ("crash.json", "traceback.txt", "last_metrics.jsonl", "step.json")
 _SAMPLES_OF_A_CRASH = "samples.jsonl"
 
@@ -99,7 +99,7 @@ def bundle(
 
 
 class _Adder:
-    """Adds redacted texts to an archive, up to `_MOST_BYTES` in all."""
+    """Adds redacted texts to an archive, up to `_MAX_BYTES` in all."""
 
     def __init__(
         self, tar: tarfile.TarFile, root: str, packed: Bundle, scrub: Callable[[str], str]
@@ -108,12 +108,12 @@ class _Adder:
         self._root = root
         self._packed = packed
         self._scrub = scrub
-        self._left = _MOST_BYTES
+        self._left = _MAX_BYTES
 
     def text(self, name: str, text: str) -> None:
         content = self._scrub(text).encode("utf-8", "replace")
         if len(content) > self._left:
-            self._packed.left_out.append(f"{name}: the bundle is full at {_MOST_BYTES >> 20} MB")
+            self._packed.left_out.append(f"{name}: the bundle is full at {_MAX_BYTES >> 20} MB")
             return
         self._left -= len(content)
         info = tarfile.TarInfo(f"{self._root}/{self._scrub(name)}")
@@ -181,7 +181,7 @@ def _crash_files(folder: Path, with_samples: bool) -> Iterator[Path]:
     crash = folder / "crash"
     if crash.is_symlink() or not crash.is_dir():
         return
-    for one in sorted(crash.iterdir(), reverse=True)[:_MOST_CRASHES]:
+    for one in sorted(crash.iterdir(), reverse=True)[:_MAX_CRASHES]:
         yield from (one / name for name in _NAMES_OF_A_CRASH)
         if with_samples:
             yield one / _SAMPLES_OF_A_CRASH

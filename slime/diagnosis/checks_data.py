@@ -138,7 +138,7 @@ _CLIENTS = (
 
 
 def _asks_a_server(error: BaseException) -> bool:
-    """Whether a reward failed because of a server or an engine of the run, which may not be up
+    """Tell whether a reward failed because of a server or an engine of the run, which may not be up
     yet."""
     found: BaseException | None = error
     while found is not None:

@@ -38,7 +38,7 @@ _SAYS_WHY = ("UserError", "OutOfMemory", "NonFiniteTraining", "WeightMismatch")
 #: Classes of errors with messages that need no class name before them.
 _PLAIN_WORDS = (*_SAYS_WHY, "RunFailed", "ActorDied", "DeadlinePassed", "ConnectionBroken")
 #: Share of truncated responses from which generation counts as endless.
-_MOST_TRUNCATED = 0.9
+_MAX_TRUNCATED = 0.9
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ def _log_findings(
 
 
 def _is_named(remedy: str, own: tuple[str, ...]) -> bool:
-    """Whether one of the error's own fixes names the same flag as ``remedy``."""
+    """Tell whether one of the error's own fixes names the same flag as ``remedy``."""
     flag = re.search(r"--[a-z-]+", remedy)
     return flag is not None and any(flag[0] in way for way in own)
 
@@ -381,7 +381,7 @@ def _alarm_findings(rows: list[dict[str, Any]], flags: Flags, *, ended: bool) ->
 
 def _alarm_finding(alarm: Alarm, rows: list[dict[str, Any]], flags: Flags) -> Finding:
     ratios = (row.get("rollout/truncated_ratio") for row in reversed(rows))
-    if alarm.name == "truncation" and next(filter(None, ratios), 0.0) >= _MOST_TRUNCATED:
+    if alarm.name == "truncation" and next(filter(None, ratios), 0.0) >= _MAX_TRUNCATED:
         return Finding(
             TROUBLES["endless-generation"],
             alarm.detail,

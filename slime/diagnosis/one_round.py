@@ -80,7 +80,7 @@ def one_round(case: CheckedRun, findings: CheckFindings) -> None:
 
 
 def goes_round(config: Config) -> bool:
-    """Whether the run generates, trains and pushes."""
+    """Tell whether the run generates, trains and pushes."""
     trains_on_data = config.algorithm.trains_on_data
     return not trains_on_data and needs_engines(config) and not config.debug.debug_rollout_only
 

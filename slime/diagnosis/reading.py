@@ -14,9 +14,9 @@ from pathlib import Path
 HEAD_BYTES = 256 << 10
 TAIL_BYTES = 2 << 20
 #: Maximum characters of a line; longer lines are cut.
-_MOST_CHARACTERS = 2000
+_MAX_CHARACTERS = 2000
 #: Maximum number of logs that are read, newest first.
-MOST_LOGS = 64
+MAX_LOGS = 64
 #: Kinds of `TextSource` that signatures may name: logs of processes, the error that ended the run,
 #: and its traceback.
 KINDS = frozenset({"engine", "trainer", "rollout", "router", "driver", "crash", "traceback"})
@@ -58,7 +58,8 @@ class TextSource:
 
 
 def is_within(path: Path, root: Path) -> bool:
-    """Whether a path is a regular file inside ``root`` and has no link in it below ``root``."""
+    """Tell whether a path is a regular file inside ``root`` and has no link in it below
+    ``root``."""
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             return False
@@ -120,19 +121,19 @@ def _texts(content: bytes) -> list[str]:
         texts.pop()
     return [
         _COLOUR.sub("", text.rsplit("\r", 1)[-1] if not text.endswith("\r") else text[:-1])[
-            :_MOST_CHARACTERS
+            :_MAX_CHARACTERS
         ]
         for text in texts
     ]
 
 
 def run_logs(root: Path) -> Iterator[Path]:
-    """Yield the `MOST_LOGS` newest logs of a run, sorted by name."""
+    """Yield the `MAX_LOGS` newest logs of a run, sorted by name."""
     folder = root / "logs"
     found = (
         [path for path in folder.glob("*.log") if is_within(path, root)] if folder.is_dir() else []
     )
-    yield from sorted(sorted(found, key=_written, reverse=True)[:MOST_LOGS])
+    yield from sorted(sorted(found, key=_written, reverse=True)[:MAX_LOGS])
 
 
 def _written(path: Path) -> float:

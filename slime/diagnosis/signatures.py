@@ -92,7 +92,7 @@ class Signature:
     def fits(
         self, source: TextSource, line: TextLine, before: Sequence[str], is_raised: bool
     ) -> bool:
-        """Whether a line with the texts ``before`` it reports the trouble."""
+        """Tell whether a line with the texts ``before`` it reports the trouble."""
         if self.kinds and source.kind not in self.kinds:
             return False
         if self.form == "raised" and not is_raised:

@@ -56,7 +56,7 @@ class EngineError(Exception):
 
 
 def is_silent(error: BaseException | None) -> bool:
-    """Whether an engine did not answer at all; a refusal is an answer."""
+    """Tell whether an engine did not answer at all; a refusal is an answer."""
     return isinstance(error, EngineError) and error.status is None
 
 
@@ -118,8 +118,8 @@ class GenerateResult:
 
 
 def is_ready(url: str, timeout: float) -> bool:
-    """Whether a GET of ``url`` is answered with 200 within ``timeout`` seconds; for callers without
-    an event loop."""
+    """Tell whether a GET of ``url`` is answered with 200 within ``timeout`` seconds; for callers
+    without an event loop."""
     try:
         with WITHOUT_PROXIES.open(url, timeout=timeout) as answer:
             return answer.status == 200

@@ -53,7 +53,7 @@ _FORWARDED_PARAMS = {field.name for field in dataclasses.fields(SamplingParams)}
 
 
 def loses_fields(body: dict[str, Any]) -> bool:
-    """Whether the router would drop a field of a request to ``/generate``."""
+    """Tell whether the router would drop a field of a request to ``/generate``."""
     params = body.get("sampling_params")
     names = params.keys() if isinstance(params, dict) else set()
     return any(body.get(name) for name in _NOT_FORWARDED) or not names <= _FORWARDED_PARAMS
@@ -423,8 +423,8 @@ class RolloutClient:
             return None
 
     async def _some_engine_serves(self) -> bool:
-        """Whether the router lists a healthy engine, asked at intervals; true if the router does
-        not answer, because it may return at any moment."""
+        """Tell whether the router lists a healthy engine, asked at intervals; true if the router
+        does not answer, because it may return at any moment."""
         shared = self._shared
         now = time.monotonic()
         if now - shared.asked_at >= deadlines.CLIENT_WORKERS:

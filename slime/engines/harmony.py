@@ -90,7 +90,7 @@ def messages(text: str) -> Iterator[ChannelMessage]:
 
 
 def may_be_a_head(text: str) -> bool:
-    """Whether the beginning of an answer may become the header of its first message."""
+    """Tell whether the beginning of an answer may become the header of its first message."""
     return any(text.startswith(mark) or mark.startswith(text) for mark in _FIRST)
 
 

@@ -69,8 +69,8 @@ class FieldKind:
 def integer(
     low: int | None = None, high: int | None = None, also: int | None = None, words: str = ""
 ) -> FieldKind:
-    """An integer from ``low`` to ``high``, or the value ``also``; ``words`` replace the description
-    of the range."""
+    """Accept an integer from ``low`` to ``high``, or the value ``also``; ``words`` replace the
+    description of the range."""
 
     def convert(value: Any) -> int:
         whole = int(_instance(value, int))
@@ -84,7 +84,7 @@ def integer(
 
 
 def number(holds: Callable[[float], bool], words: str) -> FieldKind:
-    """A finite number in the range that ``words`` describe."""
+    """Accept a finite number in the range that ``words`` describe."""
 
     def convert(value: Any) -> float:
         result = float(_instance(value, int, float))
@@ -96,7 +96,7 @@ def number(holds: Callable[[float], bool], words: str) -> FieldKind:
 
 
 def strings() -> FieldKind:
-    """A string or a list of strings, none of them empty; read as a tuple."""
+    """Accept a string or a list of strings, none of them empty; read as a tuple."""
 
     def convert(value: Any) -> tuple[str, ...]:
         items = (value,) if isinstance(value, str) else tuple(_instance(value, list, tuple))
@@ -112,7 +112,8 @@ def token(vocab_size: int) -> FieldKind:
 
 
 def tokens(vocab_size: int) -> FieldKind:
-    """A list of token ids, read as a frozenset; None entries are left out, as SGLang does."""
+    """Accept a list of token ids, read as a frozenset; None entries are left out, as SGLang
+    does."""
     one = token(vocab_size)
 
     def convert(value: Any) -> frozenset[int]:
@@ -198,12 +199,12 @@ _UNSUPPORTED = (
     "custom_params",
     "stream_interval",
 )
-_MOST_SAMPLES = 4096  # per prompt: more is likely a mistake, and all would be queued at once
+_MAX_SAMPLES = 4096  # per prompt: more is likely a mistake, and all would be queued at once
 _ANY_VOCABULARY = 1 << 31
 
 
 def _row(default: Any, kind: FieldKind | Callable[[int], FieldKind]) -> Any:
-    """A parameter's default and accepted values, which may depend on the vocabulary size."""
+    """Return a parameter's default and accepted values, which may depend on the vocabulary size."""
     return field(default=default, metadata={"kind": kind})
 
 
@@ -231,7 +232,7 @@ class SamplingParams:
     skip_special_tokens: bool = _row(True, FLAG)
     spaces_between_special_tokens: bool = _row(True, FLAG)
     no_stop_trim: bool = _row(False, FLAG)
-    n: int = _row(1, integer(1, _MOST_SAMPLES))
+    n: int = _row(1, integer(1, _MAX_SAMPLES))
     sampling_seed: int | None = _row(None, integer())
     logit_bias: tuple[tuple[int, float], ...] = _row((), biases)
 

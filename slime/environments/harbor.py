@@ -170,8 +170,8 @@ class HarborTasks:
     async def generate(
         self, args: Any, sample: Sample, sampling_params: dict[str, Any]
     ) -> list[Sample]:
-        """A generate function: returns a sample for each branch of the agent's conversation, with
-        the reward of the tests."""
+        """A generate function: returns a sample for each branch of the agent's conversation,
+        with the reward of the tests."""
         task = Path(task_of(sample))
         async with temporary_folder(TASK) as place:
             box = RunningTask(task, Path(place), self._runner)

@@ -90,8 +90,8 @@ class VerifiersTaskset:
     async def generate(
         self, args: Any, sample: Sample, sampling_params: dict[str, Any]
     ) -> list[Sample]:
-        """A generate function: returns a sample for each branch of the agent's conversation, with
-        the trace's reward.
+        """A generate function: returns a sample for each branch of the agent's conversation,
+        with the trace's reward.
 
         Raises:
             UserError: the package is missing, or the environment has several agents.

@@ -44,13 +44,13 @@ def calibrate(seconds: float) -> Rates:
         base = next(iter(DEFAULTS.values()))
     link = base.link
     if torch.cuda.device_count() > 1:
-        link = _LINK_SHARE * copied(1 << 30, "cuda:1", "cuda:0", seconds)
+        link = _LINK_SHARE * copy_rate(1 << 30, "cuda:1", "cuda:0", seconds)
     return replace(
         base,
         gpu=name,
         products=product_rate(8192, "cuda", seconds),
-        memory=_MEMORY_SHARE * 2 * copied(4 << 30, "cuda:0", "cuda:0", seconds),
-        host_link=_HOST_SHARE * copied(1 << 30, "cpu", "cuda:0", seconds),
+        memory=_MEMORY_SHARE * 2 * copy_rate(4 << 30, "cuda:0", "cuda:0", seconds),
+        host_link=_HOST_SHARE * copy_rate(1 << 30, "cpu", "cuda:0", seconds),
         link=link,
         launch=_OPERATIONS * operation_seconds("cuda", seconds),
         gpu_gb=torch.cuda.get_device_properties(0).total_memory / 1e9,
@@ -61,15 +61,15 @@ def calibrate(seconds: float) -> Rates:
 
 
 def product_rate(size: int, device: str, seconds: float) -> float:
-    """FLOP/s of a product of two square bfloat16 matrices."""
+    """Measure the FLOP/s of a product of two square bfloat16 matrices."""
     import torch
 
     left = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     return 2.0 * size**3 / _shortest(lambda: left @ left, device, seconds)
 
 
-def copied(nbytes: int, source: str, target: str, seconds: float) -> float:
-    """Bytes per second of a copy, from pinned host memory if there is a GPU."""
+def copy_rate(nbytes: int, source: str, target: str, seconds: float) -> float:
+    """Measure the bytes per second of a copy, from pinned host memory if there is a GPU."""
     import torch
 
     pinned = source == "cpu" and torch.cuda.is_available()
@@ -79,7 +79,7 @@ def copied(nbytes: int, source: str, target: str, seconds: float) -> float:
 
 
 def operation_seconds(device: str, seconds: float, count: int = 200) -> float:
-    """Seconds that the host takes for a small operation and its gradient."""
+    """Measure the seconds that the host takes for a small operation and its gradient."""
     import torch
 
     start = torch.ones(16, device=device, requires_grad=True)
@@ -97,17 +97,17 @@ def _shortest(work: Callable[[], object], device: str, seconds: float) -> float:
     """Return the shortest time of repeated calls, after one warm-up call."""
     import torch
 
-    def settle() -> None:
+    def synchronize() -> None:
         if device.startswith("cuda"):
             torch.cuda.synchronize(device)
 
     work()
-    settle()
+    synchronize()
     end = time.perf_counter() + seconds
     best = float("inf")
     while time.perf_counter() < end or best == float("inf"):
         begun = time.perf_counter()
         work()
-        settle()
+        synchronize()
         best = min(best, time.perf_counter() - begun)
     return best

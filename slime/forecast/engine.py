@@ -54,7 +54,7 @@ class EngineSpeed:
     def of(
         settings: EngineSettings, cost: SequenceCost, rates: Rates, gpu_bytes: float
     ) -> EngineSpeed:
-        """The speed of an engine as the memory plan describes it.
+        """Return the speed of an engine as the memory plan describes it.
 
         Args:
             cost: forward FLOPs of the model.
@@ -78,7 +78,8 @@ class EngineSpeed:
         )
 
     def iteration(self, running: int) -> float:
-        """Seconds of an iteration with ``running`` requests, without reading their caches."""
+        """Return the seconds of an iteration with ``running`` requests, without reading their
+        caches."""
         used = 1 - (1 - self.routed) ** running
         products = max(self.dense + self.experts * used, self.compute * running)
         return self.fixed + self.request * running + products

@@ -54,7 +54,7 @@ class Plan:
     limit: str
 
     def flags(self, now: Plan, gpus_per_host: int) -> str:
-        """The flags that change the plan ``now`` to this one, when appended to its flags."""
+        """Return the flags that change the plan ``now`` to this one, when appended to its flags."""
         facts = self.facts
         assert facts.trainer is not None and now.facts.trainer is not None
         layout = facts.trainer.layout

@@ -93,7 +93,7 @@ class Workload:
         return max(self.prompts, self.drawn)
 
     def group(self, number: int) -> list[Request]:
-        """Requests of a group. Only the first one prefills the prompt."""
+        """Return the requests of a group. Only the first one prefills the prompt."""
         indices = range(number * self.samples, (number + 1) * self.samples)
         return [
             Request(
@@ -106,12 +106,12 @@ class Workload:
         ]
 
     def rollout(self, number: int) -> list[Request]:
-        """Requests of a rollout that takes groups in their order."""
+        """Return the requests of a rollout that takes groups in their order."""
         groups = range(number * self.prompts, (number + 1) * self.prompts)
         return [request for group in groups for request in self.group(group)]
 
     def tokens(self, number: int) -> list[int]:
-        """Tokens of each sample of a rollout, including its prompt."""
+        """Return the number of tokens of each sample of a rollout, including its prompt."""
         return [request.prompt + request.response for request in self.rollout(number)]
 
 
@@ -140,7 +140,7 @@ class Step:
     tokens: int
 
     def phases(self) -> dict[str, float]:
-        """Seconds by phase, of which `total` is the sum."""
+        """Return the seconds by phase, of which `total` is the sum."""
         return {
             "waiting for generation": self.waiting,
             "training": self.trainer.total,
@@ -169,21 +169,22 @@ def simulate(
     """
     assert facts.engine is not None and facts.trainer is not None
     speed = EngineSpeed.of(facts.engine, cost, rates, gpu_bytes)
-    part = _part(work, facts.placement.num_engines)
-    fleet = Fleet(speed, facts.placement.num_engines // part)
+    num_parts = _num_parts(work, facts.placement.num_engines)
+    fleet = Fleet(speed, facts.placement.num_engines // num_parts)
     cycle = -(-work.draws // work.prompts)  # the groups of a rollout last for so many steps
     first = max(cycle, work.ahead)
     wanted = waves * first if work.ahead else cycle * -(-_STEPS // cycle)
     count = first + -(-wanted // work.interval) * work.interval  # whole intervals between pushes
     trained = (_trained_seconds(facts, work, cost, rates, number) for number in itertools.count())
-    steps = list(itertools.islice(_steps(facts, work, rates, fleet, part, trained), count))
+    steps = list(itertools.islice(_steps(facts, work, rates, fleet, num_parts, trained), count))
     return steps[first:]
 
 
 def _trained_seconds(
     facts: Facts, work: Workload, cost: SequenceCost, rates: Rates, number: int
 ) -> TrainerSeconds:
-    """Seconds to train on a rollout, or of a critic on its own GPUs if that takes longer."""
+    """Return the seconds to train on a rollout; those of a critic on its own GPUs if it takes
+    longer."""
     lengths = work.tokens(number)
     assert facts.trainer is not None
     policy = train_seconds(
@@ -195,8 +196,8 @@ def _trained_seconds(
     return max(policy, critic, key=lambda seconds: seconds.total)
 
 
-def _part(work: Workload, engines: int) -> int:
-    """The number of equal parts into which engines and prompts are divided; one is simulated."""
+def _num_parts(work: Workload, engines: int) -> int:
+    """Return into how many equal parts engines and prompts are divided; one is simulated."""
     limit = min(engines, work.prompts, max(1, work.prompts * work.samples // _RESPONSES))
     return max(
         part for part in range(1, limit + 1) if not engines % part and not work.prompts % part
@@ -208,13 +209,13 @@ def _steps(
     work: Workload,
     rates: Rates,
     fleet: Fleet,
-    part: int,
+    num_parts: int,
     trained: Iterator[TrainerSeconds],
 ) -> Iterator[Step]:
     push_seconds = _push_seconds(facts, rates, work.in_flight)
     memory = _memory_seconds(facts, rates)
     rollouts = _Rollouts(
-        replace(work, prompts=work.prompts // part, drawn=work.draws // part), fleet
+        replace(work, prompts=work.prompts // num_parts, drawn=work.draws // num_parts), fleet
     )
     now = 0.0
     for number in range(max(1, work.ahead)):
@@ -284,7 +285,7 @@ class _Rollouts:
         self._fleet.add([request for _, requests in groups for request in requests], now)
         for group, requests in groups:
             if not requests and group in self._rollout_of:
-                self._take(group, now)
+                self._end_group(group, now)
 
     def generate(self, until: float) -> None:
         """Process all ends of responses up to ``until``."""
@@ -292,7 +293,7 @@ class _Rollouts:
             time, request = self._fleet.finish()
             self._left[request.group] -= 1
             if not self._left[request.group]:
-                self._take(request.group, time)
+                self._end_group(request.group, time)
 
     def _draw(self) -> tuple[int, list[Request]]:
         if self._put_back:
@@ -300,8 +301,8 @@ class _Rollouts:
         group = next(self._new)
         return group, self._work.group(group)
 
-    def _take(self, group: int, time: float) -> None:
-        """A group has ended. The last one that its rollout needs ends the rollout."""
+    def _end_group(self, group: int, time: float) -> None:
+        """Note that a group has ended. The last one that its rollout needs ends the rollout."""
         number = self._rollout_of.pop(group)
         self._taken[number] += 1
         if self._taken[number] < self._work.prompts:
@@ -319,7 +320,7 @@ class _Rollouts:
 
 
 def _push_seconds(facts: Facts, rates: Rates, in_flight: bool) -> float:
-    """Seconds of a push, from pausing to resuming generation."""
+    """Return the seconds of a push, from pausing to resuming generation."""
     assert facts.trainer is not None and facts.engine is not None
     pushed = [one.parameter.numel for stage in facts.trainer.stages for one in stage.adapters] or [
         one.parameter.numel for stage in facts.trainer.stages for one in stage.parameters
@@ -331,7 +332,7 @@ def _push_seconds(facts: Facts, rates: Rates, in_flight: bool) -> float:
 
 
 def _memory_seconds(facts: Facts, rates: Rates) -> float:
-    """Seconds per step of sleeping and waking trainer and engines."""
+    """Return the seconds per step in which trainer and engines sleep and wake."""
     assert facts.trainer is not None
     if not facts.colocate or not facts.trainer_sleeps:
         return 0.0
@@ -342,6 +343,6 @@ def _memory_seconds(facts: Facts, rates: Rates) -> float:
 
 
 def mean_phases(steps: Sequence[Step]) -> dict[str, float]:
-    """Mean seconds by phase."""
+    """Return the mean seconds by phase."""
     rows = [step.phases() for step in steps]
     return {name: statistics.fmean(row[name] for row in rows) for name in rows[0]}

@@ -60,8 +60,8 @@ def train_seconds(
     updates: int = 1,
     scorings: int = 0,
 ) -> TrainerSeconds:
-    """Seconds to train on the samples of a rollout. A critic on the same GPUs takes as long as the
-    policy.
+    """Return the seconds to train on the samples of a rollout. A critic on the same GPUs takes as
+    long as the policy.
 
     Args:
         cost: forward FLOPs of a sequence.
@@ -103,8 +103,8 @@ def train_seconds(
 
 @lru_cache(maxsize=256)
 def _busiest(cost: SequenceCost, lengths: tuple[int, ...], ranks: int) -> tuple[float, int]:
-    """FLOPs and tokens of the busiest replica, if each sample, longest first, goes to the replica
-    with the least work."""
+    """Return the FLOPs and tokens of the busiest replica, if each sample, longest first, goes to
+    the replica with the least work."""
     loads = [(0.0, number, 0) for number in range(ranks)]
     for length in sorted(lengths, reverse=True):
         flops, number, tokens = loads[0]
@@ -118,7 +118,7 @@ def experts_per_token(spec: ModelSpec) -> int:
 
 
 def _exchange(settings: TrainerSettings, rates: Rates, layer_tokens: float) -> float:
-    """Seconds of the collectives between layers, forward and backward.
+    """Return the seconds of the collectives between layers, forward and backward.
 
     Tensor and context parallelism exchange the hidden state eight times per layer (gather and
     scatter, or heads for tokens, of two blocks, forward and backward), experts four times per copy
@@ -138,7 +138,7 @@ def _exchange(settings: TrainerSettings, rates: Rates, layer_tokens: float) -> f
 
 
 def _gradients(settings: TrainerSettings, rates: Rates) -> float:
-    """Seconds to reduce the gradients of all replicas and to gather the new weights."""
+    """Return the seconds to reduce the gradients of all replicas and to gather the new weights."""
     stage = settings.stages[0]
     layout = settings.layout
     seconds = 0.0
@@ -151,5 +151,5 @@ def _gradients(settings: TrainerSettings, rates: Rates) -> float:
 
 
 def _speed(rates: Rates, gpus: int) -> float:
-    """Bytes per second and GPU in a group that spans ``gpus`` neighbouring GPUs."""
+    """Return the bytes per second and GPU in a group that spans ``gpus`` neighbouring GPUs."""
     return rates.link if gpus <= rates.gpus_per_host else rates.network

@@ -137,7 +137,7 @@ class _Inputs:
 def _adapter_products(
     spec: ModelSpec, layout: Layout, layer: int, kernels: Kernels, adapters: AdapterConfig
 ) -> tuple[float, float]:
-    """Bytes per token of A·x: (layers outside routed experts, routed experts)."""
+    """Return the bytes per token of A·x: (layers outside routed experts, routed experts)."""
     widths = {True: 0, False: 0}
     for one in adapted_layers(table_of(spec), spec, adapters):
         if one.base.is_of_layer and one.base.applies(spec, layer):
@@ -147,8 +147,8 @@ def _adapter_products(
 
 
 def spread_entries(spec: ModelSpec, layout: Layout, layer: int, adapters: AdapterConfig) -> float:
-    """Entries of block-diagonal B matrices: a fused layer whose parts have a B each combines them,
-    for each micro-batch, and keeps the result for the backward pass."""
+    """Return the entries of block-diagonal B matrices: a fused layer whose parts have a B each
+    combines them, for each micro-batch, and keeps the result for the backward pass."""
     total = 0.0
     for one in adapted_layers(table_of(spec), spec, adapters):
         parts = sum(one.present)
@@ -171,7 +171,8 @@ def _mlp(
 
 
 def rows_per_token(spec: ModelSpec, layout: Layout) -> float:
-    """Rows that a rank's experts receive per token of its micro-batch, with a balanced router.
+    """Return the rows that a rank's experts receive per token of its micro-batch, with a balanced
+    router.
 
     Each tensor-parallel rank sends its part of the tokens to ``k`` experts each, and an expert may
     be split over several ranks.

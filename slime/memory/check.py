@@ -225,7 +225,8 @@ def host_changes(facts: Facts) -> Iterator[Change]:
 
 
 def _instead(trainer: TrainerSettings) -> str:
-    """Text that names `OFFLOAD_MOMENTS` if `OFFLOAD_ALL` replaces it: they exclude each other."""
+    """Return a text that names `OFFLOAD_MOMENTS` if `OFFLOAD_ALL` replaces it: they exclude each
+    other."""
     replaces = trainer.moments_on_host and not trainer.master_on_host
     return f" instead of {OFFLOAD_MOMENTS}" if replaces else ""
 
@@ -283,7 +284,7 @@ def _flag(text: str) -> str:
 
 
 def _total(plan: MemoryPlan, facts: Facts, name: str) -> float:
-    """Bytes of the phase on the device that needs most."""
+    """Return the bytes of the phase on the device that needs most."""
     return max(phase.total for phase in gpu_phases(facts, plan.device.nbytes) if phase.name == name)
 
 

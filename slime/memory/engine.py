@@ -77,7 +77,8 @@ class EngineSettings(EngineFootprint):
         return sum(self._held(one) * self._entry_bytes(one) for one in parameters)
 
     def _entry_bytes(self, parameter: Parameter) -> float:
-        """Bytes per entry; for a quantised weight, including its scales and other tensors."""
+        """Return the bytes per entry; for a quantised weight, including its scales and other
+        tensors."""
         scheme = self.quantisation.scheme if self.quantisation is not None else None
         first_expert = "0" if parameter.is_expert else ""
         match = table_of(self.spec).match_megatron(parameter.name + first_expert, self.spec)
@@ -99,8 +100,8 @@ class EngineSettings(EngineFootprint):
         return frozenset(matrix.weight for matrix in found)
 
     def _held(self, parameter: Parameter) -> float:
-        """Entries on a rank. KV heads are replicated if there are fewer than ranks; norms, routers
-        and projections to latents are not split."""
+        """Return the entries on a rank. KV heads are replicated if there are fewer than ranks;
+        norms, routers and projections to latents are not split."""
         rule = parameter.rule
         if rule.layout.tp_axis is None or isinstance(rule.layout, LatentProjection):
             return float(parameter.numel)
@@ -155,13 +156,13 @@ class EngineSettings(EngineFootprint):
         return float(4 * self.spec.num_layers * int(self.spec.transformer["moe_router_topk"]))
 
     def static_fraction(self, memory: float) -> float:
-        """Fraction of a device of ``memory`` bytes for weights and KV cache: the user's choice, or
-        approximately the engine's default."""
+        """Return the fraction of a device of ``memory`` bytes for weights and KV cache: the user's
+        choice, or approximately the engine's default."""
         return self.automatic_fraction(memory) if self.fraction is None else self.fraction
 
     def kv_cache(self, memory: float) -> float:
-        """Bytes of the KV cache on a device of ``memory`` bytes: the rest of the static fraction,
-        or the maximum that its sequences need."""
+        """Return the bytes of the KV cache on a device of ``memory`` bytes: the rest of the static
+        fraction, or the maximum that its sequences need."""
         if self.sequences is not None:
             own = self.longest * self.kv_per_token + self.state_per_sequence
             return self.sequences * own
@@ -169,8 +170,8 @@ class EngineSettings(EngineFootprint):
         return max(0.0, self.static_fraction(memory) * memory - fixed)
 
     def kv_tokens(self, memory: float) -> int:
-        """Tokens that the KV cache holds, over all running requests of one engine. If sequences
-        also have states, these are counted as for sequences of the maximum length."""
+        """Return the tokens that the KV cache holds, over all running requests of one engine. If
+        sequences also have states, these are counted as for sequences of the maximum length."""
         per_token = self.kv_per_token + self.state_per_sequence / self.longest
         return int(self.kv_cache(memory) / per_token)
 
@@ -181,7 +182,7 @@ def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _requests_at_once(config: Config) -> int:
-    """Maximum number of requests that one engine gets at a time."""
+    """Return the maximum number of requests that one engine gets at a time."""
     rollout = config.rollout
     cluster = config.cluster
     engines = max(1, (cluster.rollout_num_gpus or 1) // cluster.rollout_num_gpus_per_engine)

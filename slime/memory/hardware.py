@@ -49,14 +49,15 @@ class DeviceMemory:
 
 
 def is_on_gpu(config: Config) -> bool:
-    """Whether trainer and engines have GPUs: this host has some, or --gpu-memory-gb is given."""
+    """Tell whether trainer and engines have GPUs: this host has some, or --gpu-memory-gb is
+    given."""
     return num_gpus() > 0 or config.cluster.gpu_memory_gb is not None
 
 
 def device_memory(
     config: Config, seen: float | None = None, *, on_gpu: bool = False, host: float = math.inf
 ) -> DeviceMemory:
-    """Memory of one GPU (the smallest), or of this host if there is none.
+    """Return the memory of one GPU (the smallest), or of this host if there is none.
 
     Args:
         seen: bytes of GPU memory that a cluster's nodes report; None: ask this host's driver.
@@ -86,22 +87,24 @@ def device_memory(
 
 
 def seen_gpu_memory() -> float | None:
-    """Bytes of the smallest GPU of this host, as its driver reports; None without a driver."""
+    """Return the bytes of the smallest GPU of this host, as its driver reports; None without a
+    driver."""
     return min((size for size, _ in _driver_gpus()), default=None)
 
 
 def gpu_majors() -> set[int]:
-    """Major compute capabilities of this host's GPUs, as far as its driver reports them."""
+    """Return the major compute capabilities of this host's GPUs, as far as its driver reports
+    them."""
     return {major for _, major in _driver_gpus() if major is not None}
 
 
 def gpu_name() -> str | None:
-    """The name of this host's first GPU, as its driver reports; None if unknown."""
+    """Return the name of this host's first GPU, as its driver reports; None if unknown."""
     return next((row[2] for row in _driver_rows() if len(row) > 2 and row[2]), None)
 
 
 def _driver_gpus() -> list[tuple[float, int | None]]:
-    """(bytes, major compute capability or None if unknown) of each GPU of this host."""
+    """Return (bytes, major compute capability or None if unknown) of each GPU of this host."""
     rows = _driver_rows()
     majors = [row[1].split(".")[0] if len(row) > 1 else "" for row in rows]
     return [

@@ -78,13 +78,14 @@ class Measured:
 
 
 def _has_moments(plan: MemoryPlan) -> bool:
-    """Whether the plan has moments that stay on the GPU."""
+    """Tell whether the plan has moments that stay on the GPU."""
     trainer = plan.facts.trainer
     return trainer is not None and trainer.moments > 0 and trainer.moments_on_host < 1
 
 
 def _trainer_bytes(plan: MemoryPlan, name: str) -> float:
-    """Bytes of the trainer's tensors in a phase, on the pipeline stage that holds most."""
+    """Return the bytes of the trainer's tensors in a phase, on the pipeline stage that holds
+    most."""
     stages = [
         sum(use.nbytes for use in phase.uses if use.owner in _TRAINER and use.what != CONTEXT)
         for phase in plan.phases

@@ -70,7 +70,7 @@ def _with(config: Config, tokens: int, formula: str) -> Config:
 
 
 def _fits(config: Config, device: DeviceMemory) -> bool:
-    """Whether the trainer's phases fit; the other phases do not depend on the limit."""
+    """Tell whether the trainer's phases fit; the other phases do not depend on the limit."""
     phases = [
         one
         for one in MemoryPlan.of(config, device).phases

@@ -253,14 +253,15 @@ def facts_of(config: Config, *, on_gpu: bool, flash4: bool = True) -> Facts:
 
 
 def run_hf_config(config: Config) -> dict[str, Any]:
-    """The config.json of ``--hf-checkpoint``, marked as a vision model if the run has images."""
+    """Return the config.json of ``--hf-checkpoint``, marked as a vision model if the run has
+    images."""
     assert config.checkpoint.hf_checkpoint is not None, "checked with the flags"
     hf_config = read_hf_config(config.checkpoint.hf_checkpoint)
     return seeing(hf_config) if config.images.multimodal_keys else hf_config
 
 
 def _ray_share() -> float:
-    """The fraction of a host's memory above which Ray kills processes.
+    """Return the fraction of a host's memory above which Ray kills processes.
 
     Raises:
         UserError: the variable that sets it is not a number from 0 to 1.
@@ -276,7 +277,8 @@ def _ray_share() -> float:
 
 
 def _bucket(config: Config, spec: ModelSpec) -> float:
-    """Bytes of a bucket of a weight push; a push of adapters may be smaller than the limit."""
+    """Return the bytes of a bucket of a weight push; a push of adapters may be smaller than the
+    limit."""
     limit = float(config.sync.update_weight_buffer_size)
     adapters = AdapterConfig.of(config)
     if adapters is None:
@@ -410,7 +412,8 @@ def _engine_weights(engine: EngineSettings) -> list[Use]:
 
 
 def _adapter_pool(engine: EngineSettings) -> list[Use]:
-    """Memory for the adapters that an engine serves at once; it stays while the engine sleeps."""
+    """Return the memory for the adapters that an engine serves at once; it stays while the engine
+    sleeps."""
     size = engine.adapter_pool
     return [Use("engine", f"pool of {engine.adapters_at_once} adapters", size)] if size else []
 
@@ -430,7 +433,7 @@ def _states_of_critic(trainer: trainer_side.StageMemory) -> list[Use]:
 
 
 def _resting_trainer(facts: Facts, trainer: trainer_side.StageMemory | None) -> list[Use]:
-    """Memory of the trainer while the engine generates."""
+    """Return the memory of the trainer while the engine generates."""
     if trainer is None:
         return []
     if facts.trainer_sleeps:
@@ -443,7 +446,7 @@ def _resting_trainer(facts: Facts, trainer: trainer_side.StageMemory | None) -> 
 
 
 def _resting_engine(facts: Facts, engine: EngineSettings | None, memory: float) -> list[Use]:
-    """Memory of the engine while the trainer works."""
+    """Return the memory of the engine while the trainer works."""
     if engine is None:
         return []
     if facts.engine_sleeps:
@@ -484,8 +487,8 @@ def _push(
 
 
 def node_memory(facts: Facts, gpu_bytes: float) -> Phase:
-    """Maximum host memory of a node with trainer ranks. All its ranks may be of the stage that
-    needs most."""
+    """Return the maximum host memory of a node with trainer ranks. All its ranks may be of the
+    stage that needs most."""
     trainer = facts.trainer
     if trainer is None:
         return NO_HOST
@@ -522,7 +525,7 @@ def node_memory(facts: Facts, gpu_bytes: float) -> Phase:
 
 
 def host_phase(facts: Facts) -> Phase:
-    """Memory of all processes together: they share the host, and none sleeps."""
+    """Return the memory of all processes together: they share the host, and none sleeps."""
     uses = [Use("run", "driver, rollout, router", _OTHER_BYTES)]
     trainer = facts.trainer
     engine = facts.engine
@@ -554,7 +557,7 @@ def host_phase(facts: Facts) -> Phase:
 
 
 def _critic_on_host(critic: TrainerSettings) -> list[Use]:
-    """Total memory of a critic with processes of its own."""
+    """Return the total memory of a critic with processes of its own."""
     ranks = critic.layout.world
     totals: dict[str, float] = {"processes": ranks * _PROCESS_BYTES}
     for stage in critic.stages:
@@ -578,7 +581,7 @@ def gb(nbytes: float) -> str:
 
 
 def summary(plan: MemoryPlan) -> list[str]:
-    """One line per group of devices: each phase's total, and the limit."""
+    """Return one line per group of devices: each phase's total, and the limit."""
     lines = [f"memory plan: {_devices(plan)}"]
     by_devices: dict[str, list[Phase]] = {}
     for phase in plan.phases:
@@ -590,7 +593,7 @@ def summary(plan: MemoryPlan) -> list[str]:
 
 
 def table(plan: MemoryPlan) -> str:
-    """A table of the uses of every phase.
+    """Return a table of the uses of every phase.
 
     Example:
         devices  phase     of       what            GB   total   limit

@@ -230,8 +230,8 @@ class TrainerSettings:
         )
 
     def is_trained(self, parameter: Parameter) -> bool:
-        """Whether a parameter of the model is trained, according to the flags' expressions. As in
-        the trainer, the experts of a layer are matched by their single names."""
+        """Tell whether a parameter of the model is trained, according to the flags' expressions. As
+        in the trainer, the experts of a layer are matched by their single names."""
         if self.adapters is not None:
             return False
         names = [parameter.name + "0" if parameter.is_expert else parameter.name]
@@ -396,7 +396,8 @@ class StageMemory:
         return 0.0 if settings.has_vocabulary or not settings.shares_base else self.weights
 
     def states(self) -> dict[str, float]:
-        """Bytes that stay on the device from step to step, of a critic with what it shares."""
+        """Return the bytes that stay on the device from step to step, of a critic with what it
+        shares."""
         settings = self.settings
         found = {
             "weights" if settings.adapters is None else FROZEN: self.weights,
@@ -417,8 +418,8 @@ class StageMemory:
         return at_once * (moments + (settings.master if settings.master_on_host else 0.0))
 
     def on_host(self, *, sleeps: bool) -> dict[str, float]:
-        """Bytes in host memory: offloaded states, weights of frozen models, copies of a sleeping
-        trainer's states, and the copy of an asynchronously saved checkpoint. Page-locked
+        """Return the bytes in host memory: offloaded states, weights of frozen models, copies of a
+        sleeping trainer's states, and the copy of an asynchronously saved checkpoint. Page-locked
         allocations are not rounded up."""
         settings = self.settings
         master = self.master * settings.master_on_host
@@ -445,8 +446,8 @@ class StageMemory:
         return {name: size for name, size in found.items() if size}
 
     def scoring(self) -> dict[str, float]:
-        """Bytes that log-probs without gradients need in addition to `states`, with the weights of
-        one frozen model."""
+        """Return the bytes that log-probs without gradients need in addition to `states`, with the
+        weights of one frozen model."""
         found = {
             "temporaries of a layer": self.saved.working * self.settings.tokens,
             **self._output(),
@@ -461,7 +462,7 @@ class StageMemory:
         return found | self._rounded("linears" if self.settings.measured else self.settings.rounded)
 
     def _teacher_heads(self) -> dict[str, float]:
-        """Output layers of teachers, and their hidden states of a micro-batch."""
+        """Return the output layers of teachers, and their hidden states of a micro-batch."""
         settings = self.settings
         if not settings.teacher_heads or not self._has_output:
             return {}
@@ -478,8 +479,8 @@ class StageMemory:
         return self.number == self.settings.layout.pipeline - 1
 
     def _vision(self) -> dict[str, float]:
-        """Bytes that a vision tower keeps for its backward pass, if half of the tokens are images:
-        of one block at a time, if blocks are recomputed or not trained."""
+        """Return the bytes that a vision tower keeps for its backward pass, if half of the tokens
+        are images: of one block at a time, if blocks are recomputed or not trained."""
         settings = self.settings
         vision = settings.spec.vision
         if vision is None or self.number:
@@ -498,8 +499,8 @@ class StageMemory:
         return {"activations of the vision tower": patches * kept * settings.element}
 
     def _masks(self) -> float:
-        """Bytes of the attention masks of a micro-batch of longest sequences, on CPUs and in
-        float32 (`slime.trainer.megatron.packed.AttentionBlock`): one for each window of the
+        """Return the bytes of the attention masks of a micro-batch of longest sequences, on CPUs
+        and in float32 (`slime.trainer.megatron.packed.AttentionBlock`): one for each window of the
         stage's layers. Sequences with images whose tokens attend to each other have masks of their
         own; others share one, and have none without a window."""
         settings = self.settings
@@ -517,8 +518,8 @@ class StageMemory:
         return float(_MASK_BYTES * len(short) * longest**2)
 
     def _rounded(self, kind: str | None) -> dict[str, float]:
-        """Bytes of copies with the engines' quantised values. The ignore list, unknown here, may
-        exclude further weights; every recommended one excludes the output layer."""
+        """Return the bytes of copies with the engines' quantised values. The ignore list, unknown
+        here, may exclude further weights; every recommended one excludes the output layer."""
         element = self.settings.element
         chosen = [
             p
@@ -533,7 +534,7 @@ class StageMemory:
         return {"quantised weights": size} if size else {}
 
     def training(self) -> dict[str, float]:
-        """Bytes that the forward and backward passes need in addition to `states`."""
+        """Return the bytes that the forward and backward passes need in addition to `states`."""
         settings = self.settings
         saved = self.saved
         in_flight = self.micro_batches_in_flight
@@ -573,7 +574,7 @@ class StageMemory:
         ]
 
     def _temporaries(self) -> float:
-        """Bytes of temporaries of the backward pass through the widest layer.
+        """Return the bytes of temporaries of the backward pass through the widest layer.
 
         On a GPU the measured peak is in the output layer's backward pass, with all activations and
         blocks of logits. Temporaries of a layer come later, but the plan counts both, as a margin
@@ -619,7 +620,7 @@ class StageMemory:
         )
 
     def _output(self) -> dict[str, float]:
-        """Bytes of the last stage's log-probs: hidden states and blocks of logits."""
+        """Return the bytes of the last stage's log-probs: hidden states and blocks of logits."""
         settings = self.settings
         if not self._has_output:
             return {}
@@ -640,14 +641,14 @@ class StageMemory:
         return found
 
     def _block(self, rows: int, columns: float) -> float:
-        """Entries of a block of logits."""
+        """Return the entries of a block of logits."""
         settings = self.settings
         at_once = settings.chunk_rows if settings.chunk_rows > 0 else min(_BLOCK_ROWS, max(rows, 1))
         entries = _BLOCK_ENTRIES if settings.on_gpu else _CPU_BLOCK_ENTRIES
         return min(at_once, rows) * min(columns, max(_MIN_COLUMNS, entries // at_once))
 
     def _embedding_gradient(self) -> float:
-        """Bytes of the embedding's dense gradient before it is added to the buffer."""
+        """Return the bytes of the embedding's dense gradient before it is added to the buffer."""
         sizes = (
             p.numel
             for p in self.parameters
@@ -656,7 +657,7 @@ class StageMemory:
         return sum(sizes) * self.settings.element
 
     def _largest_gradient(self) -> float:
-        """Bytes of the largest gradient of a weight before it is added to the buffer."""
+        """Return the bytes of the largest gradient of a weight before it is added to the buffer."""
         trained = [
             p.numel
             for p in self.parameters
@@ -666,7 +667,7 @@ class StageMemory:
 
 
 def _takes_groups(config: Config, spec: ModelSpec, flash4: bool) -> bool:
-    """Whether attention on GPUs needs no repeated keys and values
+    """Tell whether attention on GPUs needs no repeated keys and values
     (`slime.trainer.megatron.attention`)."""
     wide = spec.head_dim > FLASH4_WIDEST
     torch_only = (
@@ -679,7 +680,7 @@ def _takes_groups(config: Config, spec: ModelSpec, flash4: bool) -> bool:
 
 
 def _torch_version() -> tuple[int, ...]:
-    """Version of torch in this environment, without importing it."""
+    """Return the version of torch in this environment, without importing it."""
     return tuple(map(int, version("torch").split("+")[0].split(".")[:2]))
 
 
@@ -697,7 +698,7 @@ def longest_sequence(config: Config) -> tuple[int, bool]:
 
 
 def _teachers_of(config: Config, layout: Layout) -> dict[str, Any]:
-    """The fields of `TrainerSettings` about teachers."""
+    """Return the fields of `TrainerSettings` about teachers."""
     flags = config.distillation
     own = [one for one in flags.teachers if one.source not in (SELF, BASE)]
     is_whole = flags.in_trainer and flags.in_loss and not flags.opd_top_k
@@ -712,8 +713,8 @@ def _teachers_of(config: Config, layout: Layout) -> dict[str, Any]:
 
 
 def largest_micro_batch(config: Config, layout: Layout, longest: int, *, on_gpu: bool) -> int:
-    """Tokens of a rank's largest micro-batch, with padding. A sequence above the limit is a
-    micro-batch of its own."""
+    """Return the tokens of a rank's largest micro-batch, with padding. A sequence above the limit
+    is a micro-batch of its own."""
     train = config.train
     if train.packed_tokens:
         whole = max(train.packed_tokens * layout.context, longest)

@@ -12,12 +12,12 @@ QUICK_GELU_SLOPE = 1.702
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """The tanh approximation of GELU (Hendrycks & Gimpel, arXiv:1606.08415)."""
+    """Return the tanh approximation of GELU (Hendrycks & Gimpel, arXiv:1606.08415)."""
     return F.gelu(x, approximate="tanh")
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """The sigmoid approximation of GELU (Hendrycks & Gimpel, arXiv:1606.08415)."""
+    """Return the sigmoid approximation of GELU (Hendrycks & Gimpel, arXiv:1606.08415)."""
     return x * torch.sigmoid(QUICK_GELU_SLOPE * x)
 
 

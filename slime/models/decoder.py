@@ -269,8 +269,8 @@ def sparse_step_layers(config: dict[str, Any]) -> int | list[int]:
 
 
 def softmax_router(config: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `decoder_spec` for the router of Qwen3-MoE: the top-k of a softmax, renormalised
-    if ``norm_topk_prob`` is true.
+    """Return the arguments of `decoder_spec` for the router of Qwen3-MoE: the top-k of a softmax,
+    renormalised if ``norm_topk_prob`` is true.
 
     Megatron renormalises without ``moe_router_pre_softmax``: its softmax over the chosen logits
     equals the renormalised probabilities.
@@ -288,8 +288,8 @@ def softmax_router(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def sigmoid_router(config: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `decoder_spec` for the router of DeepSeek-V3 and GLM-4.5: sigmoid scores, a bias
-    that affects only the choice of experts, and groups of experts.
+    """Return the arguments of `decoder_spec` for the router of DeepSeek-V3 and GLM-4.5: sigmoid
+    scores, a bias that affects only the choice of experts, and groups of experts.
 
     Source: DeepSeek-V3 (arXiv:2412.19437), equations 12 to 16 and section 2.1.2; a group's score is
     the sum of its two best experts.
@@ -371,7 +371,7 @@ def every_nth_full(config: dict[str, Any], nth: int) -> list[str]:
 
 
 def windows(config: dict[str, Any], kinds: list[str]) -> dict[str, Any]:
-    """Arguments of `decoder_spec` for models in which some layers attend to the last
+    """Return the arguments of `decoder_spec` for models in which some layers attend to the last
     ``sliding_window`` tokens, including the token itself.
 
     A window of ``max_position_embeddings`` or more is ignored, as it has no effect.
@@ -397,7 +397,8 @@ def windows(config: dict[str, Any], kinds: list[str]) -> dict[str, Any]:
 
 
 def windows_everywhere(config: dict[str, Any], switch: str | None = None) -> dict[str, Any]:
-    """Arguments of `decoder_spec` for a model in which all layers have a window, or none.
+    """Return the arguments of `decoder_spec` for a model in which all layers have a window, or
+    none.
 
     Args:
         switch: the field that must be true for the window to be on; None: only ``sliding_window``
@@ -410,8 +411,8 @@ def windows_everywhere(config: dict[str, Any], switch: str | None = None) -> dic
 
 
 def windows_from_layer(config: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `decoder_spec` for Qwen2 and Qwen3: with ``use_sliding_window`` the layers from
-    ``max_window_layers`` on have the window, or those that ``layer_types`` names."""
+    """Return the arguments of `decoder_spec` for Qwen2 and Qwen3: with ``use_sliding_window`` the
+    layers from ``max_window_layers`` on have the window, or those that ``layer_types`` names."""
     is_on = bool(config.get("use_sliding_window"))
     window = config.get("sliding_window", _DEFAULT_WINDOW) if is_on else None
     layers = int(require(config, "num_hidden_layers"))

@@ -73,7 +73,7 @@ def _refuse_other_models(config: dict[str, Any]) -> None:
 
 
 def _latent_attention(config: dict[str, Any]) -> dict[str, Any]:
-    """The fields of Megatron's ``MLATransformerConfig``."""
+    """Return the fields of Megatron's ``MLATransformerConfig``."""
     base, _, scaling = rotary_settings(config)
     rank = config.get("q_lora_rank")
     fields: dict[str, Any] = {

@@ -98,7 +98,7 @@ def write_interval(config: dict[str, Any]) -> None:
 
 
 def gates(config: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `decoder_spec` for the gates of attention and delta nets.
+    """Return the arguments of `decoder_spec` for the gates of attention and delta nets.
 
     Raises:
         UserError: attention has no gate, or the delta nets' output gate is not silu.

@@ -86,6 +86,15 @@ class TensorSource(Protocol):
     def __getitem__(self, index: Any) -> torch.Tensor: ...
 
 
+def stack_slices(index: Any) -> list[Any]:
+    """Return an index for each axis of a stack [experts, rows, columns], given that of
+    ``stack[index]``."""
+    given = list(index) if isinstance(index, tuple) else [index]
+    if given == [...]:
+        given = []
+    return given + [slice(None)] * (3 - len(given))
+
+
 @dataclass(frozen=True)
 class OneExpert:
     """One expert's tensor in a stack [experts, …]; indexing reads only this expert's bytes."""
@@ -536,7 +545,7 @@ class KeyHeadRows(ParamMapping):
         return [_joined([next(blocks).flatten(0, 1) for _ in source], 0) for source in widths]
 
     def _widths(self, spec: ModelSizes) -> list[list[int]]:
-        """Rows of a key head in each block of each source."""
+        """Return the rows of a key head in each block of each source."""
         rows = spec.delta_net.of_key_head
         return [[sum(rows[i] for i in block) for block in source] for source in self.sources]
 

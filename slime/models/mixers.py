@@ -62,7 +62,8 @@ class Kernels:
     score_length: int = 0
 
     def norm(self, width: float, rows: float = 1.0) -> float:
-        """Bytes that norms of ``width`` entries in ``rows`` rows keep besides their input."""
+        """Return the bytes that norms of ``width`` entries in ``rows`` rows keep besides their
+        input."""
         if self.fused:
             return 0.0
         return rows * FLOAT32_BYTES + width * (2 * FLOAT32_BYTES - self.element)
@@ -410,7 +411,7 @@ def _delta_state(spec: ModelSpec, ranks: int) -> tuple[int, int]:
 
 
 def _delta_flops(spec: ModelSpec) -> float:
-    """FLOPs of reading and writing the state, and of the products within a chunk."""
+    """Return the FLOPs of reading and writing the state, and of the products within a chunk."""
     sizes = spec.delta_net
     within = 4 * _CHUNK * (sizes.key + sizes.value)
     return float(sizes.value_heads * (6 * sizes.key * sizes.value + within))

@@ -8,22 +8,13 @@ from dataclasses import replace
 
 from slime.models.layouts import REPLICATED
 from slime.models.nested import ModuleNames
-from slime.models.rules import VISION_MODEL, Rule, Size
+from slime.models.rules import VISION_MODEL, Rule, Size, has_vision, vision_of
 from slime.models.spec import ModelSpec
-from slime.models.vision import VisionKind, VisionSpec
+from slime.models.vision import VisionKind
 
 _HF = "model.visual."
 QWEN_MODULES = ModuleNames(beside_decoder=r"model\.visual\..*")
 Repeated = Callable[[ModelSpec], int] | None
-
-
-def _vision(spec: ModelSpec) -> VisionSpec:
-    assert spec.vision is not None
-    return spec.vision
-
-
-def _sees(spec: ModelSpec, layer: int) -> bool:
-    return spec.vision is not None
 
 
 def _rule(
@@ -33,7 +24,7 @@ def _rule(
     repeated: Repeated = None,
 ) -> Rule:
     return Rule(
-        VISION_MODEL + name, _HF + name, REPLICATED, rows, columns, _sees, repeated=repeated
+        VISION_MODEL + name, _HF + name, REPLICATED, rows, columns, has_vision, repeated=repeated
     )
 
 
@@ -55,11 +46,11 @@ def _merger(name: str, norm: Size, repeated: Repeated = None) -> tuple[Rule, ...
 
 
 def _blocks(spec: ModelSpec) -> int:
-    return _vision(spec).depth
+    return vision_of(spec).depth
 
 
 def _levels(spec: ModelSpec) -> int:
-    return _vision(spec).num_levels
+    return vision_of(spec).num_levels
 
 
 QWEN3_TOWER = (

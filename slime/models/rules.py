@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from slime.models.layouts import ParamMapping
 from slime.models.spec import ModelSpec
+from slime.models.vision import VisionSpec
 
 MEGATRON_LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."
@@ -115,6 +116,17 @@ class Rule:
 
     def applies(self, spec: ModelSpec, layer: int) -> bool:
         return self.when is None or self.when(spec, layer)
+
+
+def has_vision(spec: ModelSpec, layer: int) -> bool:
+    """Tell whether the model has a vision tower; a `LayerCondition`."""
+    return spec.vision is not None
+
+
+def vision_of(spec: ModelSpec) -> VisionSpec:
+    """Return the vision tower of a model that has one."""
+    assert spec.vision is not None
+    return spec.vision
 
 
 def renamed(rules: Iterable[Rule], parts: Mapping[str, str]) -> tuple[Rule, ...]:

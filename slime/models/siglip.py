@@ -10,8 +10,7 @@ from typing import Any
 
 from slime.errors import UserError
 from slime.models.layouts import REPLICATED
-from slime.models.rules import VISION_MODEL, Rule, Size
-from slime.models.spec import ModelSpec
+from slime.models.rules import VISION_MODEL, Rule, Size, has_vision, vision_of
 from slime.models.vision import ImageError, VisionKind, VisionSpec
 
 _TOWER = "vision_tower."
@@ -138,20 +137,11 @@ def read_siglip(config: Mapping[str, Any], kind: VisionKind, hidden_size: int) -
     return SiglipSpec(kind, tower, image, start, end, (), side, hidden_size)
 
 
-def _sees(spec: ModelSpec, layer: int) -> bool:
-    return spec.vision is not None
-
-
-def _blocks(spec: ModelSpec) -> int:
-    assert spec.vision is not None
-    return spec.vision.depth
-
-
 def _rule(name: str, rows: Size, columns: Size | tuple[Size, ...] | None = None) -> Rule:
-    repeated = _blocks if "{block}" in name else None
+    repeated = (lambda spec: vision_of(spec).depth) if "{block}" in name else None
     in_files = name.replace(_TOWER, _TOWER_IN_FILES)
     megatron = VISION_MODEL + name
-    return Rule(megatron, in_files, REPLICATED, rows, columns, _sees, repeated=repeated)
+    return Rule(megatron, in_files, REPLICATED, rows, columns, has_vision, repeated=repeated)
 
 
 def _with_bias(name: str, rows: Size, columns: Size | None) -> tuple[Rule, ...]:

@@ -44,6 +44,7 @@ from slime.models.rules import (
     Rule,
     Size,
     Width,
+    vision_of,
 )
 from slime.models.spec import HfConfig, ModelSpec, check_trainable, read_hf_config
 from slime.models.vision import VisionKind, VisionSpec, sees
@@ -70,20 +71,15 @@ _WIDTHS: dict[Width, Callable[[ModelSpec], int]] = {
     "shared inner": lambda spec: int(
         spec.transformer.get("moe_shared_expert_intermediate_size") or 0
     ),
-    "vision hidden": lambda spec: _vision(spec).hidden_size,
-    "vision inner": lambda spec: _vision(spec).inner_size,
-    "vision qkv": lambda spec: 3 * _vision(spec).hidden_size,
-    "vision merged": lambda spec: _vision(spec).merged_size,
-    "vision positions": lambda spec: _vision(spec).num_positions,
-    "vision channels": lambda spec: _vision(spec).channels,
-    "vision frames": lambda spec: _vision(spec).frames,
-    "vision patch": lambda spec: _vision(spec).patch_size,
+    "vision hidden": lambda spec: vision_of(spec).hidden_size,
+    "vision inner": lambda spec: vision_of(spec).inner_size,
+    "vision qkv": lambda spec: 3 * vision_of(spec).hidden_size,
+    "vision merged": lambda spec: vision_of(spec).merged_size,
+    "vision positions": lambda spec: vision_of(spec).num_positions,
+    "vision channels": lambda spec: vision_of(spec).channels,
+    "vision frames": lambda spec: vision_of(spec).frames,
+    "vision patch": lambda spec: vision_of(spec).patch_size,
 }
-
-
-def _vision(spec: ModelSpec) -> VisionSpec:
-    assert spec.vision is not None
-    return spec.vision
 
 
 def width(spec: ModelSpec, name: Size) -> int:

@@ -40,8 +40,8 @@ _BEFORE = 50
 _LATE_SHARE = 0.1
 _LATE_BY_CHANCE = 1e-5
 #: Minimum fall of the mean, as a share of the range of rewards: after a rise, and without one.
-_LEAST_FALL = 0.2
-_LEAST_FALL_AT_ONCE = 0.3
+_MIN_FALL = 0.2
+_MIN_FALL_AT_ONCE = 0.3
 #: Share of truncated responses, and for how many steps: early answers may still become shorter.
 _CUT_SHARE = 0.3
 _CUT_STEPS = 15
@@ -56,7 +56,7 @@ _SPIKE = 20.0
 #: Multiple of the other engines' mean load that counts as uneven.
 _UNEVEN = 2.0
 #: Maximum number of rows that are kept while a run is in progress.
-_MOST_ROWS = 4000
+_MAX_ROWS = 4000
 #: Tokens per verification up to which drafts gain nothing, and the share of the first gain that a
 #: frozen draft keeps at least.
 _USELESS_DRAFTS = 1.05
@@ -101,7 +101,7 @@ def _rewards(rows: Rows) -> list[float]:
 
 
 def _has_risen(values: Sequence[float]) -> bool:
-    """Whether the newest window is above the first one by more than noise."""
+    """Tell whether the newest window is above the first one by more than noise."""
     windows = _windows(values)
     return len(windows) > 1 and change(windows, 0, -1) > LIKELY
 
@@ -164,8 +164,8 @@ def _samples(rows: Rows) -> float:
 
 
 def _is_flat(rows: Rows, flags: Flags) -> bool:
-    """Whether chance does not explain the newest groups without contrast. Their expected share is
-    that of earlier steps, or a half without earlier steps."""
+    """Tell whether chance does not explain the newest groups without contrast. Their expected share
+    is that of earlier steps, or a half without earlier steps."""
     newest, earlier = _flat_rows(rows)
     if len(newest) < _FLAT_STEPS:
         return False
@@ -193,7 +193,7 @@ def _constant_reward(rows: Rows) -> float | None:
 
 
 def _is_mastered(rows: Rows, value: float) -> bool:
-    """Whether the run has learnt to get the best reward on every prompt."""
+    """Tell whether the run has learnt to get the best reward on every prompt."""
     _, earlier = _flat_rows(rows)
     best = max((row.get("rollout/reward/max") or 0.0 for row in earlier), default=math.inf)
     return value >= best and _has_risen(_rewards(rows))
@@ -358,7 +358,7 @@ def reward_collapse(rows: Rows, flags: Flags) -> Alarm | None:
     scale = max(ends) - min(ends) if ends else max(map(abs, means))
     is_back = means[-1] <= means[0] + 0.1 * spread and fall > 0.5 * spread
     has_risen = best > 0 and change(windows, 0, best) > STRICT
-    least = _LEAST_FALL if has_risen else _LEAST_FALL_AT_ONCE
+    least = _MIN_FALL if has_risen else _MIN_FALL_AT_ONCE
     if not is_back or fall < least * scale or change(windows, -1, best) < STRICT:
         return None
     detail = (
@@ -670,8 +670,8 @@ _HELD = {
     ),
 }
 #: Smaller growth is ignored: in GB, and as a share of the first value.
-_LEAST_GROWTH = 1.0
-_LEAST_SHARE = 0.1
+_MIN_GROWTH = 1.0
+_MIN_SHARE = 0.1
 #: Growth is reported if it would use up the host's memory within this multiple of the steps so far.
 #: Slower growth is reported later; by then, a cache that fills over hundreds of steps is full. The
 #: second limit is in steps, for memory that has just begun to grow.
@@ -687,13 +687,13 @@ def memory_growth(rows: Rows, flags: Flags) -> Alarm | None:
     newest = rows[max(0, len(rows) // _BLOCK - 1) * _BLOCK :]
     for name in _HELD:
         values = [row[name] for row in newest if row.get(name) is not None]
-        steady = steady_growth(values, _LEAST_GROWTH, _LEAST_SHARE)
+        steady = steady_growth(values, _MIN_GROWTH, _MIN_SHARE)
         # if the free memory is unknown, every growth is reported
         left = 0.0 if free == math.inf or "gpu" in name else free
         if steady is not None and left <= steady.per_step * _TIMES_AHEAD * len(rows):
             found.append((steady.per_step, name, steady))
             continue
-        sudden = sudden_growth(values, _LEAST_GROWTH, _LEAST_SHARE) if left else None
+        sudden = sudden_growth(values, _MIN_GROWTH, _MIN_SHARE) if left else None
         if sudden is not None and left <= sudden.per_step * _STEPS_AHEAD:
             found.append((sudden.per_step, name, sudden))
     if not found:
@@ -800,8 +800,8 @@ class AlarmWatch:
         is 1 while the alarm is on, and 0 in the step in which it stops."""
         self.add(row)
         # thin out the older half: its alarms have been reported
-        if len(self._rows) > _MOST_ROWS:
-            self._rows = [*self._rows[: _MOST_ROWS // 2 : 2], *self._rows[_MOST_ROWS // 2 :]]
+        if len(self._rows) > _MAX_ROWS:
+            self._rows = [*self._rows[: _MAX_ROWS // 2 : 2], *self._rows[_MAX_ROWS // 2 :]]
         before = {alarm.name for alarm in self.on}
         self.on = find_alarms(self._rows, flags=self._flags)
         now = {alarm.name for alarm in self.on}

@@ -29,8 +29,8 @@ PHASE_COLORS = {
 }
 OTHER_COLOR = 9
 #: Maximum points of a curve, and maximum steps that are shown with their phases.
-MOST_POINTS = 600
-_MOST_STEPS = 300
+MAX_POINTS = 600
+_MAX_STEPS = 300
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _worded(part: str) -> str:
     return part.replace("_", " ").strip()
 
 
-def thin(points: Sequence[Point], limit: int = MOST_POINTS) -> list[Point]:
+def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     """Reduce a curve to about ``limit`` points. Keeps the minimum and maximum of each stretch, so
     that spikes stay visible."""
     if len(points) <= limit:
@@ -168,7 +168,7 @@ def phases(stage: Stage) -> list[dict[str, Any]]:
     The phases of a step add up to its time, without launch and evaluations. "other" comes last.
     """
     rows = [row for row in stage.rows if row.get("perf/step_time") is not None]
-    rows = rows[:: max(1, len(rows) // _MOST_STEPS)]
+    rows = rows[:: max(1, len(rows) // _MAX_STEPS)]
     splits = [phase_seconds({k: v for k, v in row.items() if v is not None}) for row in rows]
     totals: dict[str, float] = {}
     for split in splits:

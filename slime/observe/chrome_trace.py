@@ -195,7 +195,7 @@ def _phase_events(phases: Iterable[PhaseEvent]) -> list[dict[str, Any]]:
 
 
 def chrome_trace(samples: Iterable[Sample], phases: Iterable[PhaseEvent] = ()) -> dict[str, Any]:
-    """The trace of one rollout as a JSON object in Chrome's trace-event format."""
+    """Return the trace of one rollout as a JSON object in Chrome's trace-event format."""
     sample_events, in_engine = _sample_events(samples)
     names = [_metadata("process_name", pid, name) for pid, name in _PROCESS_NAMES.items()]
     names.append(_metadata("thread_name", DRIVER, "phases", 1))

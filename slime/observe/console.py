@@ -465,7 +465,7 @@ def _held_out(scores: Mapping[str, float]) -> dict[str, str]:
 
 
 def phase_word(phase: str) -> str:
-    """The short name of a phase as a part of a step: "actor_train" → "train"."""
+    """Return the short name of a phase as a part of a step: "actor_train" → "train"."""
     return _WORDS.get(phase, (phase.replace("_", " "), ""))[0]
 
 

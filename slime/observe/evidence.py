@@ -21,7 +21,7 @@ STRICT = 6.0
 LIKELY = 3.0
 #: Standard deviation of normal noise divided by its median absolute deviation.
 _NORMAL = 1.4826
-_MOST_CORRELATION = 0.9
+_MAX_CORRELATION = 0.9
 
 
 def change(windows: Sequence[Sequence[float]], before: int, after: int) -> float:
@@ -70,7 +70,7 @@ def _correlation(residuals: Sequence[Sequence[float]]) -> float:
         return 0.0
     found = products / squares
     found += (1 + 4 * max(0.0, found)) / statistics.fmean(map(len, residuals))
-    return min(max(found, 0.0), _MOST_CORRELATION)
+    return min(max(found, 0.0), _MAX_CORRELATION)
 
 
 def outlier(value: float, others: Sequence[float]) -> float:
@@ -86,7 +86,7 @@ def outlier(value: float, others: Sequence[float]) -> float:
 
 
 def surely_above(values: Sequence[float], threshold: float) -> bool:
-    """Whether the mean of ``values`` is above ``threshold`` by `LIKELY` standard errors."""
+    """Tell whether the mean of ``values`` is above ``threshold`` by `LIKELY` standard errors."""
     if len(values) < 2:
         return False
     error = statistics.stdev(values) / math.sqrt(len(values))

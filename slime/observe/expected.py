@@ -81,10 +81,10 @@ def read_expected(path: Path) -> list[ExpectedRange]:
             why=str(error),
             fix=f"name a recipe that has an {NAME}, or such a file",
         ) from None
-    return [_range(entry, file) for entry in entries]
+    return [_parse_range(entry, file) for entry in entries]
 
 
-def _range(entry: dict[str, Any], file: Path) -> ExpectedRange:
+def _parse_range(entry: dict[str, Any], file: Path) -> ExpectedRange:
     try:
         first, last = entry["steps"]
         found = ExpectedRange(
@@ -123,17 +123,17 @@ def comparison(stage: Stage, ranges: Sequence[ExpectedRange]) -> tuple[list[str]
     """Return the lines of a table of all ranges, and whether no value is outside its range. Ranges
     that the run did not reach or does not log do not count."""
     rows = [("metric", "steps", "", "value", "expected", "", "basis")]
-    is_right = True
+    none_outside = True
     for one in ranges:
         value, verdict = one.judge(stage.series(one.metric))
-        is_right &= verdict != "outside"
+        none_outside &= verdict != "outside"
         steps = f"{one.first} to {one.last}"
         shown = "" if value is None else f"{value:.4g}"
         rows.append((one.metric, steps, one.statistic, shown, _shown(one), verdict, one.basis))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
-    ], is_right
+    ], none_outside
 
 
 def _shown(one: ExpectedRange) -> str:

@@ -15,7 +15,8 @@ from slime.observe.run_folder import RunFolder
 
 
 def metrics_row(step: int, metrics: dict[str, float], stage: str | None) -> dict[str, Any]:
-    """The object of one line: the metrics plus ``step``, ``time`` (epoch seconds) and ``stage``.
+    """Return the object of one line: the metrics plus ``step``, ``time`` (epoch seconds) and
+    ``stage``.
 
     JSON has no NaN and infinities: they become null, and ``nonfinite`` lists their keys.
 

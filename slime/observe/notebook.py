@@ -14,7 +14,7 @@ _SECONDS_BETWEEN_UPDATES = 0.5
 
 
 def can_move_cursor(stream: TextIO, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether ``stream`` is a terminal on which a table can be redrawn.
+    """Tell whether ``stream`` is a terminal on which a table can be redrawn.
 
     FORCE_COLOR does not make a pipe count. The terminal of a notebook's ``!command`` does not count
     either: the cell would append each state of the table. Kernels set TERM and GIT_PAGER for it.

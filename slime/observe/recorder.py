@@ -39,7 +39,7 @@ MAX_TOKENS = 65_536
 MAX_FAILURES = 256
 #: The text of an incomplete character, and the maximum tokens of one character.
 _PART = "\ufffd"
-_MOST_PARTS = 4
+_MAX_PARTS = 4
 
 
 def run_lengths(mask: Sequence[int]) -> list[list[int]]:
@@ -119,7 +119,7 @@ class TokenTexts:
         ]
         parts: list[int] = []
         for i, text in enumerate(texts):
-            parts = [*parts, i][-_MOST_PARTS:] if _PART in text else []
+            parts = [*parts, i][-_MAX_PARTS:] if _PART in text else []
             if len(parts) > 1 and _PART not in (
                 whole := self._together(tuple(tokens[part] for part in parts))
             ):

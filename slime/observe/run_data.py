@@ -183,12 +183,12 @@ def config_value(config: dict[str, Any], name: str) -> Any:
 
 
 def is_supervised(stage: Stage) -> bool:
-    """Whether a stage trains on its data and generates nothing, so that it has no rewards."""
+    """Tell whether a stage trains on its data and generates nothing, so that it has no rewards."""
     return config_value(stage.config, "loss_type") in DATA_LOSSES
 
 
 def learns_preferences(stage: Stage) -> bool:
-    """Whether a stage learns from preferences (``--loss-type preference_loss``)."""
+    """Tell whether a stage learns from preferences (``--loss-type preference_loss``)."""
     return config_value(stage.config, "loss_type") == "preference_loss"
 
 

@@ -52,10 +52,10 @@ logger = get_logger(__name__)
 
 #: Maximum bytes of each log in a crash folder, and maximum number of logs.
 _LOG_BYTES = 64 << 10
-_MOST_LOGS = 64
+_MAX_LOGS = 64
 _CONFIG = re.compile(r"config(?:\.([^\s/()~]{1,100}))?\.json")
 #: Larger times and process ids in ``run.json`` are damage; no date can be made of them.
-_MOST = 1e11
+_MAX_NUMBER = 1e11
 #: Files and folders of a run folder.
 _FILES = ("run.json", "metrics.jsonl", "report.html", ".lock", "config.json")
 _FOLDERS = (
@@ -234,8 +234,8 @@ class RunFolder:
             )
 
     def _was_never_launched(self) -> bool:
-        """Whether an earlier launch under this name ended before it was up, for example without
-        data, GPUs or a model; a corrected launch then takes its place."""
+        """Tell whether an earlier launch under this name ended before it was up, for example
+        without data, GPUs or a model; a corrected launch then takes its place."""
         entry = self.read_summary()["stages"].get(self.stage or "")
         if entry is None or entry.get("launched") is not None:
             return False
@@ -385,7 +385,7 @@ class RunFolder:
         return folder
 
     def _keep_ends_of_logs(self, folder: Path) -> None:
-        newest = sorted(self.logs.glob("*.log"), key=_written, reverse=True)[:_MOST_LOGS]
+        newest = sorted(self.logs.glob("*.log"), key=_written, reverse=True)[:_MAX_LOGS]
         for path in newest:
             # removed meanwhile, a broken link, or a pipe, which would block
             if not path.is_file():
@@ -430,10 +430,10 @@ def _no_plain_files(folder: Path, levels: int = 2) -> Iterator[Path]:
 
 
 def _is_of_a_stage(key: str, value: Any) -> bool:
-    """Whether a value in ``run.json`` has the type that a run writes."""
+    """Tell whether a value in ``run.json`` has the type that a run writes."""
     if key in ("started", "ended", "launched", "pid"):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return value is None or (is_number and abs(value) < _MOST)
+        return value is None or (is_number and abs(value) < _MAX_NUMBER)
     if key in ("state", "host", "cwd"):
         return isinstance(value, str) and "\0" not in value
     return not isinstance(value, bool)
@@ -482,7 +482,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a live process of this host is writing to the folder."""
+    """Tell whether a live process of this host is writing to the folder."""
     lock = path / ".lock"
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

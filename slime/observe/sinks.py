@@ -62,7 +62,7 @@ class Sink(Protocol):
 
 
 def _is_step(metrics: Mapping[str, Any]) -> bool:
-    """Whether the metrics include a rollout or training, not only an evaluation."""
+    """Tell whether the metrics include a rollout or training, not only an evaluation."""
     return any(name.startswith(("rollout/", "train/")) for name in metrics)
 
 

@@ -82,7 +82,7 @@ def _earlier_attempts(samples: Sequence[Sample], name: str) -> int:
 
 
 def _has_trace(sample: Sample) -> bool:
-    """Whether ``sample.trace`` is a trace of ours; users' code may put other objects there."""
+    """Tell whether ``sample.trace`` is a trace of ours; users' code may put other objects there."""
     trace = sample.trace
     return isinstance(trace, dict) and "trace_id" in trace and isinstance(trace.get("events"), list)
 

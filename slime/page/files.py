@@ -39,7 +39,7 @@ class JsonLine:
 
 
 def is_unchanged(path: Path, place: ReadPosition) -> bool:
-    """Whether a file has the same inode and modification time as at the last read."""
+    """Tell whether a file has the same inode and modification time as at the last read."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -110,6 +110,6 @@ def _object(text: bytes) -> dict[str, Any] | None:
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Whether a path lies in a folder after links are resolved; nothing outside of run folders is
-    served."""
+    """Tell whether a path lies in a folder after links are resolved; nothing outside of run folders
+    is served."""
     return path.resolve().is_relative_to(folder.resolve())

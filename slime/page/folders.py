@@ -17,7 +17,7 @@ from slime.page.index import SampleIndex, path_key
 from slime.page.stages import alarms_of, describe
 
 #: The newest runs of a folder that are shown.
-MOST_RUNS = 30
+MAX_RUNS = 30
 
 
 class RunWatch:
@@ -75,7 +75,7 @@ class RunWatch:
         self._place = after[0]
 
     def stages(self) -> list[Stage]:
-        """The stages at the last `refresh`, ordered by their start."""
+        """Return the stages at the last `refresh`, ordered by their start."""
         return self._stages
 
     def stage(self, name: str) -> Stage | None:
@@ -127,7 +127,7 @@ class RunWatch:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is a run folder."""
+    """Tell whether a folder is a run folder."""
     return (path / "metrics.jsonl").is_file() or bool(config_files(path))
 
 
@@ -153,7 +153,7 @@ def runs_below(paths: Sequence[Path]) -> list[Path]:
             raise UserError(
                 f"{path} holds no run", why="a run folder has config.json or metrics.jsonl"
             )
-        found.update(dict.fromkeys(inside[:MOST_RUNS]))
+        found.update(dict.fromkeys(inside[:MAX_RUNS]))
     return list(found)
 
 

@@ -50,7 +50,7 @@ _LATE = 25_000
 _PATIENCE = 500
 #: Characters of a gram, and grams of a search that are looked up: a few exclude most samples.
 _TRIGRAM = 3
-_MOST_GRAMS = 16
+_MAX_GRAMS = 16
 #: The first is appended to each text, so that every character begins a trigram; search words never
 #: contain it. The second, appended to a prefix, sorts after all trigrams with that prefix.
 _PADDING = "\n\n"
@@ -518,11 +518,11 @@ def _ids(
 
 
 def _grams(words: Sequence[str]) -> list[str]:
-    """Return trigrams of the words, at most `_MOST_GRAMS`."""
+    """Return trigrams of the words, at most `_MAX_GRAMS`."""
     grams = sorted(
         {word[i : i + _TRIGRAM] for word in words for i in range(len(word) - _TRIGRAM + 1)}
     )
-    return grams[:: -(-len(grams) // _MOST_GRAMS)] if grams else []
+    return grams[:: -(-len(grams) // _MAX_GRAMS)] if grams else []
 
 
 def _shown(row: sqlite3.Row, record: dict[str, Any]) -> dict[str, Any]:

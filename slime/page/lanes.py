@@ -16,8 +16,8 @@ from slime.observe.run_data import Stage
 from slime.page.files import is_inside
 
 #: Largest number of sample lanes, and of points of a counter, in a timeline.
-_MOST_LANES = 400
-_MOST_POINTS = 1200
+_MAX_LANES = 400
+_MAX_POINTS = 1200
 #: Span name → shown name; users' own spans keep their names.
 _SPANS = {
     "generate_and_rm_group": "group",
@@ -81,11 +81,11 @@ def timeline(events: Sequence[Any]) -> dict[str, Any]:
     return {
         "length": _ms(end - start),
         "phases": phases,
-        "counters": {name: thin(points, _MOST_POINTS) for name, points in counters.items()},
-        "lanes": lanes[:_MOST_LANES],
+        "counters": {name: thin(points, _MAX_POINTS) for name, points in counters.items()},
+        "lanes": lanes[:_MAX_LANES],
         "lanes_from": min((span[1] for span in spans), default=0),
         "lanes_to": max((round(span[1] + span[2], 3) for span in spans), default=0),
-        "left_out": max(0, len(lanes) - _MOST_LANES),
+        "left_out": max(0, len(lanes) - _MAX_LANES),
     }
 
 

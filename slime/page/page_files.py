@@ -22,7 +22,7 @@ _EXPORT = re.compile(r"^export ((?:async function|function|const|class) (\w+))",
 
 
 def one_file(title: str, words: str, data: bytes, *, is_live: bool = False) -> str:
-    """The page with its data, as a file that needs no server and no network.
+    """Return the page with its data, as a file that needs no server and no network.
 
     The policy allows the script by its digest, and nothing else can run: base64 of ``data`` has no
     ``<``, and the page inserts data only as text.
@@ -68,7 +68,7 @@ def _read(name: str) -> str:
 
 @functools.cache
 def _parts() -> tuple[str, str, str]:
-    """The modules as one script, the styles, and index.html with places to put them in."""
+    """Return the modules as one script, the styles, and index.html with places to put them in."""
     script = "\n".join(_as_value(name, _read(f"{name}.js")) for name in _MODULES)
     frame = _read("index.html")
     assert not re.search(r"</?script|<!--", script, re.IGNORECASE)

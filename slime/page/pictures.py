@@ -10,7 +10,7 @@ from typing import Any
 
 #: Longest side of a thumbnail in pixels, and largest number of thumbnails of a sample.
 _SIDE = 240
-_MOST = 8
+_MAX_PICTURES = 8
 
 
 def with_pictures(record: dict[str, Any]) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def with_pictures(record: dict[str, Any]) -> dict[str, Any]:
     references = record.get("images")
     if not isinstance(references, list):
         return record
-    found = [_picture(one) for one in references[:_MOST] if isinstance(one, str)]
+    found = [_picture(one) for one in references[:_MAX_PICTURES] if isinstance(one, str)]
     return record | {"pictures": [one for one in found if one]}
 
 

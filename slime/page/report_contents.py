@@ -26,12 +26,12 @@ from slime.page.stages import alarms_of, all_runs, describe, engines, settings, 
 SAMPLE_BYTES = 5 << 20
 _PASSING_BYTES = 1 << 20
 #: Files with samples in a report that cannot hold all of them.
-_MOST_ROLLOUTS = 8
-_MOST_EVALUATIONS = 2
+_MAX_ROLLOUTS = 8
+_MAX_EVALUATIONS = 2
 #: Rollouts with a timeline, and digits of a metric that are kept.
-_MOST_TIMELINES = 3
+_MAX_TIMELINES = 3
 #: Groups whose images are shown.
-_MOST_PICTURES = 100
+_MAX_PICTURES = 100
 _DIGITS = 7
 _COMPRESSION = 4  # 6 takes twice as long for 6 % less
 
@@ -104,7 +104,7 @@ def _thinned(stage: Stage, name: str) -> tuple[list[float], list[float | None]]:
 
 def _timelines(run: Path, stage: Stage) -> dict[str, Any]:
     there = traced_steps(run, stage)
-    kept = spread(there, _MOST_TIMELINES)
+    kept = spread(there, _MAX_TIMELINES)
     timelines = {step: timeline_of(run, stage, step) for step in kept}
     note = (
         f"This file contains the timelines of {len(kept)} of {len(there)} steps."
@@ -141,9 +141,9 @@ def _samples(
     is_whole = sum(size for files in there.values() for size in files.values()) <= most_bytes
     kept = {
         "rollout": spread(
-            list(there["rollout"]), len(there["rollout"]) if is_whole else _MOST_ROLLOUTS
+            list(there["rollout"]), len(there["rollout"]) if is_whole else _MAX_ROLLOUTS
         ),
-        "eval": spread(list(there["eval"]), len(there["eval"]) if is_whole else _MOST_EVALUATIONS),
+        "eval": spread(list(there["eval"]), len(there["eval"]) if is_whole else _MAX_EVALUATIONS),
     }
     files = [(kind, path) for kind, paths in kept.items() for path in paths]
     rows: list[Row] = []
@@ -177,7 +177,7 @@ def _add_pictures(rows: Sequence[Row]) -> None:
     for row in rows:
         if "images" in row["record"]:
             groups.add((row["kind"], row["step"], row["dataset"], row["grp"]))
-            if len(groups) > _MOST_PICTURES:
+            if len(groups) > _MAX_PICTURES:
                 return
             row["record"] = with_pictures(row["record"])
 

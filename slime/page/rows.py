@@ -107,7 +107,7 @@ _NO_QUESTION = ("<tool_response>", "<|tool_response|>", "<information>")
 
 
 def question_of(prompt: Any) -> str:
-    """The last user turn of a prompt: of chat messages, or of text that a chat template has
+    """Return the last user turn of a prompt: of chat messages, or of text that a chat template has
     rendered.
 
     A prompt without turns is the question itself.
@@ -136,13 +136,14 @@ def _as_text(value: Any) -> str:
         and all(isinstance(part, dict) and "type" in part for part in value)
     ):
         return " ".join(str(part.get("text") or f"[{part['type']}]") for part in value)
-    return (
-        "" if value is None else value if isinstance(value, str) else orjson.dumps(value).decode()
-    )
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
 def short_texts(record: dict[str, Any], most: int = 240) -> dict[str, str]:
-    """The beginnings of a sample's texts for a list: ``{"question", "response", "label"}``."""
+    """Return the beginnings of a sample's texts for a list: ``{"question", "response",
+    "label"}``."""
     texts = {
         "question": question_of(record.get("prompt")),
         "response": _as_text(record.get("response")),

@@ -30,8 +30,8 @@ from slime.page.rows import SORTS, Query, short_texts
 
 logger = get_logger(__name__)
 
-_MOST_SAMPLES = 200
-_MOST_GROUPS = 100
+_MAX_SAMPLES = 200
+_MAX_GROUPS = 100
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _LARGEST = 1 << 62
 
@@ -249,14 +249,12 @@ class Pages:
 
     def _groups(self, request: web.Request) -> dict[str, Any]:
         watch, stage = self._asked(request)
-        groups, more = watch.index.groups(
-            self._query(request, stage), *_page(request, _MOST_GROUPS)
-        )
+        groups, more = watch.index.groups(self._query(request, stage), *_page(request, _MAX_GROUPS))
         return {"groups": [_short(group) for group in groups], "more": more}
 
     def _samples(self, request: web.Request) -> dict[str, Any]:
         watch, stage = self._asked(request)
-        rows, more = watch.index.find(self._query(request, stage), *_page(request, _MOST_SAMPLES))
+        rows, more = watch.index.find(self._query(request, stage), *_page(request, _MAX_SAMPLES))
         whole = request.query.get("whole") == "1"
         return {"samples": rows if whole else [_short(row) for row in rows], "more": more}
 

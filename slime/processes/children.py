@@ -21,7 +21,7 @@ _COMPILERS = frozenset({"nvcc", "cicc", "cudafe++", "ptxas", "cc1plus"})
 
 
 def compiles(pid: int) -> bool:
-    """Whether a compiler runs among the descendants of a process."""
+    """Tell whether a compiler runs among the descendants of a process."""
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):  # it has ended meanwhile

@@ -74,7 +74,7 @@ def num_gpus(environ: dict[str, str] | None = None, devices: Path = Path("/dev")
 
 
 def version_of(text: str) -> tuple[int, ...]:
-    """The release part of a version.
+    """Return the release part of a version.
 
     Example:
         >>> version_of("0.5.12.post1")

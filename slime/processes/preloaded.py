@@ -60,7 +60,7 @@ _OOM_SCORE_ADJUSTMENT = "RAY_worker_oom_score_adjustment"
 _LANGUAGE = "--language="
 _RUNTIME_ENVIRONMENT = "--serialized-runtime-env-context="
 _REQUEST_SECONDS = 5.0
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 _REFUSED = -1
 _SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 
@@ -156,7 +156,7 @@ def _request_fork(
         "oom_score_adjustment": oom_score_adjustment,
         "is_watched": is_watched,
     }
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST_BYTES)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_BYTES)
     socket.send_fds(server, [json.dumps(request).encode()], stdio)
     answer = server.recv(64)
     if not answer or int(answer) <= 0:
@@ -271,7 +271,7 @@ class _ForkServer:
         client.settimeout(_REQUEST_SECONDS)
         stdio: list[int] = []
         try:
-            data, stdio, _, _ = socket.recv_fds(client, _MOST_BYTES, 3)
+            data, stdio, _, _ = socket.recv_fds(client, _MAX_BYTES, 3)
             request = json.loads(data)
             pid = os.fork() if self._may_fork(request) else _REFUSED
             if pid == 0:

@@ -25,7 +25,7 @@ from slime import deadlines
 _SIGNAL = signal.SIGUSR2
 #: A child of an actor with this in its command line is an engine's server, which is asked too.
 _SERVERS = "slime.engines."
-_MOST_FRAMES = 12
+_MAX_FRAMES = 12
 #: Frames of this file call users' code; they are left out of stacks of users' code that hangs.
 _CALLER = f"{os.sep}slime{os.sep}user_code{os.sep}calls.py"
 
@@ -125,6 +125,4 @@ def lines_of_users(frames: list[FrameType]) -> str:
         for one in summary
         if f"{os.sep}asyncio{os.sep}" not in one.filename and not one.filename.endswith(_CALLER)
     ]
-    return (
-        "\n" + "".join(traceback.format_list(shown[-_MOST_FRAMES:])).rstrip("\n") if shown else ""
-    )
+    return "\n" + "".join(traceback.format_list(shown[-_MAX_FRAMES:])).rstrip("\n") if shown else ""

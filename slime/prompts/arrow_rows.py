@@ -61,7 +61,7 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def load_file(file: str, suffix: str) -> Any:
-    """The `datasets.Dataset` of a Parquet or Arrow file.
+    """Return the `datasets.Dataset` of a Parquet or Arrow file.
 
     Raises:
         UserError: the file cannot be read.
@@ -77,7 +77,7 @@ def load_file(file: str, suffix: str) -> Any:
 
 
 def iter_parquet(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) of a Parquet file, one batch of rows in memory.
+    """Yield (where, row) of a Parquet file, one batch of rows in memory.
 
     Raises:
         UserError: it cannot be read.
@@ -156,7 +156,7 @@ def _conversion(kind: pyarrow.DataType) -> _Convert | None:
 
 
 def _shortest(kind: type[np.floating[Any]], value: Any) -> Any:
-    """The float with the fewest digits that rounds to ``value`` in ``kind``: 0.1, not
+    """Return the float with the fewest digits that rounds to ``value`` in ``kind``: 0.1, not
     0.10000000149011612."""
     return float(str(kind(value))) if isinstance(value, float) else value
 

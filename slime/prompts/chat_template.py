@@ -19,7 +19,7 @@ from slime.prompts.conversation import REASONING_KEYS, Messages, read_messages
 _PROBE = "probe of the turn's end"
 _PAST_PROBE = "probe of a past turn"
 #: Most tokens that end a turn: Cohere's have two, and a blank may stand before them.
-_MOST_END_TOKENS = 4
+_MAX_END_TOKENS = 4
 #: Pairs of marks around reasoning within content: Qwen3, DeepSeek-R1, GLM; Magistral; Seed-OSS.
 REASONING_MARKS = (
     ("<think>", "</think>"),
@@ -39,7 +39,8 @@ class TemplateRefuses(UserError):
 
 
 def template_source(tokenizer: Any) -> str:
-    """The source of the tokenizer's chat template, or of all its templates; "" without one."""
+    """Return the source of the tokenizer's chat template, or of all its templates; "" without
+    one."""
     found = getattr(tokenizer, "chat_template", None)
     return "\n".join(found.values()) if isinstance(found, dict) else found or ""
 
@@ -128,7 +129,8 @@ def render_shown(
 
 
 def left_out_roles(messages: Messages, rendered: str) -> list[str]:
-    """Roles of the messages some of whose words a rendering lacks; answers are not looked at.
+    """Return the roles of the messages some of whose words a rendering lacks; answers are not
+    looked at.
 
     A word is searched as it is and as JSON writes it.
 
@@ -150,7 +152,7 @@ def left_out_roles(messages: Messages, rendered: str) -> list[str]:
 def left_out_tools(
     tools: Iterable[dict[str, Any]] | None, rendered: str, form: TemplateForm
 ) -> list[str]:
-    """Names of the tools that a rendering lacks; all if the template writes no tools."""
+    """Return the names of the tools that a rendering lacks; all if the template writes no tools."""
     names = [str(tool.get("function", tool).get("name")) for tool in tools or ()]
     return [name for name in names if not form.writes_tools or name not in rendered]
 
@@ -201,8 +203,8 @@ class TemplateForm:
     end: str = ""
 
     def merged(self, messages: Messages) -> Messages:
-        """The messages with roles that the template knows: without the role "developer", developer
-        messages become system messages, merged with a system message right before."""
+        """Return the messages with roles that the template knows: without the role "developer",
+        developer messages become system messages, merged with a system message right before."""
         if self.knows_developer or all(message["role"] != "developer" for message in messages):
             return messages
         found: Messages = []
@@ -412,9 +414,9 @@ def _writes_thought(
 
 
 def _end_of(tail: str, behind: str, tokenizer: Any) -> str:
-    """The part of the tail that the model generates. It ends with the last special token that is
-    also written when a user message follows, because some templates end the whole text with another
-    one; else with the first special token."""
+    """Return the part of the tail that the model generates. It ends with the last special token
+    that is also written when a user message follows, because some templates end the whole text with
+    another one; else with the first special token."""
     special = {
         token for token in [*special_tokens(tokenizer).values(), tokenizer.eos_token] if token
     }
@@ -486,7 +488,7 @@ def _inline_thought(content: str) -> ReasonedAnswer:
 
 
 def _is_mentioned(before: str, after: str) -> bool:
-    """Whether a mark between two texts is a word of a sentence: "close it with </think>."."""
+    """Tell whether a mark between two texts is a word of a sentence: "close it with </think>."."""
     return bool(re.search(r"[ \t`'\"(]$", before) and re.match(r"[ \t`'\",.;:)]", after))
 
 
@@ -633,9 +635,9 @@ def before_past_turn(
 
 
 def takes_any_order(tokenizer: Any) -> bool:
-    """Whether the template writes messages in any order that agents send: several of one role in a
-    row, and system messages in the middle. Some templates refuse them (Mistral's), or write all
-    system messages first (DeepSeek's)."""
+    """Tell whether the template writes messages in any order that agents send: several of one role
+    in a row, and system messages in the middle. Some templates refuse them (Mistral's), or write
+    all system messages first (DeepSeek's)."""
     roles = ("system", "system", "user", "user", "assistant", "user", "system")
     told: Messages = [
         {"role": role, "content": f"probe{number}"} for number, role in enumerate(roles)
@@ -668,7 +670,8 @@ def in_turns(messages: Messages, *, begins: bool) -> Messages:
 
 
 def without_repeated_end(before: list[int], between: list[int]) -> list[int]:
-    """Tokens of `between_turns` without the end of the turn if ``before`` already ends with it.
+    """Return the tokens of `between_turns` without the end of the turn if ``before`` already ends
+    with it.
 
     Example:
         >>> without_repeated_end([7, 99], [99, 5]), without_repeated_end([7], [99, 5])
@@ -676,13 +679,13 @@ def without_repeated_end(before: list[int], between: list[int]) -> list[int]:
         >>> without_repeated_end([7, 98, 99], [98, 99, 5])
         [5]
     """
-    counts = range(min(len(before), len(between), _MOST_END_TOKENS), 0, -1)
+    counts = range(min(len(before), len(between), _MAX_END_TOKENS), 0, -1)
     return between[next((n for n in counts if before[-n:] == between[:n]), 0) :]
 
 
 def template_markers(tokenizer: Any) -> list[str]:
-    """Special tokens that the chat template writes around messages, e.g. ``["<|im_start|>",
-    "<|im_end|>"]``."""
+    """Return the special tokens that the chat template writes around messages, e.g.
+    ``["<|im_start|>", "<|im_end|>"]``."""
     if not tokenizer.chat_template:
         return []
     text = render_prompt(tokenizer, "hello")
@@ -691,7 +694,7 @@ def template_markers(tokenizer: Any) -> list[str]:
 
 
 def carries_template(prompt: str | Messages, markers: list[str]) -> bool:
-    """Whether a prompt that is still to be templated already holds markers of the template."""
+    """Tell whether a prompt that is still to be templated already holds markers of the template."""
     texts = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt]
     return any(marker in text for text in texts if isinstance(text, str) for marker in markers)
 
@@ -710,7 +713,7 @@ def end_of_turn_tokens(tokenizer: Any) -> dict[int, str]:
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """Special tokens by id, including those added for chat templates."""
+    """Return the special tokens by id, including those added for chat templates."""
     added = {
         number: token.content
         for number, token in tokenizer.added_tokens_decoder.items()

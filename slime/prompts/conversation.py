@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.errors import UserError
+from slime.files import repeated_key
 
 Messages = list[dict[str, Any]]
 
@@ -107,7 +108,7 @@ class ConversationError(UserError):
         self.detail = detail
 
     def sentence(self) -> str:
-        """The error on one line, for a server's answers."""
+        """Return the error on one line, for a server's answers."""
         return f"{self.what}: {self.detail}" if self.detail else self.what
 
 
@@ -151,8 +152,8 @@ _IMAGE_KEYS = ("image", "image_url", "source", "url", "path", "base64", "bytes",
 
 
 def conversation_in(value: Any, where: str = "messages") -> tuple[list[Any], Any] | None:
-    """The messages, still in their wire form, and the tools of a value that is a conversation; else
-    None.
+    """Return the messages, still in their wire form, and the tools of a value that is a
+    conversation; else None.
 
     A list of objects, an object with ``messages`` or ``conversations`` (and ``tools``), one
     message, a struct of lists (what columnar files make of a sequence of structs), or any of these
@@ -202,7 +203,7 @@ def _with_system(messages: list[Any], system: Any, where: str) -> list[Any]:
 
 
 def _of_columns(value: Mapping[str, Any], where: str) -> list[Any]:
-    """The messages of a struct of lists.
+    """Return the messages of a struct of lists.
 
     Raises:
         ConversationError: the lists differ in length.
@@ -247,7 +248,8 @@ def _from_text(text: str, where: str) -> Any:
 
 
 def _speaks(item: Mapping[str, Any]) -> bool:
-    """Whether somebody says something in it: other JSON has roles and places of departure, too."""
+    """Tell whether somebody says something in it: other JSON has roles and places of departure,
+    too."""
     role = str(item.get("role", item.get("from"))).lower()
     return role in (*_ROLES, *_OUR_ROLES) and not item.keys().isdisjoint(_SAID)
 
@@ -667,7 +669,7 @@ def _each_once(calls: list[dict[str, Any]], again: list[dict[str, Any]]) -> list
 
 
 def _is_parts(content: Any) -> bool:
-    """Whether a tool's result is a list of parts rather than a plain value."""
+    """Tell whether a tool's result is a list of parts rather than a plain value."""
     if content == []:
         return False  # OpenAI's tool messages have at least one part
     parts = [content] if isinstance(content, Mapping) else content
@@ -684,7 +686,8 @@ def _is_parts(content: Any) -> bool:
 
 
 def _list_of_parts(content: Any) -> Any:
-    """Content of a protocol whose lists are lists of parts, also empty ones: [] says nothing."""
+    """Return the content of a protocol whose lists are lists of parts, also empty ones: [] says
+    nothing."""
     return None if content == [] else content
 
 
@@ -755,9 +758,7 @@ def _finite(text: str) -> float:
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        again = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key '{again}' twice in one object")
+        raise ValueError(f"the key '{repeated_key(pairs)}' twice in one object")
     return found
 
 
@@ -822,7 +823,7 @@ def _tool(tool: Any, where: str, drops_nulls: bool) -> dict[str, Any]:
 
 
 def _schemas(tools: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """The schema of each tool's arguments, by name."""
+    """Return the schema of each tool's arguments, by name."""
     functions = [tool.get("function", tool) for tool in tools or ()]
     return {function["name"]: function.get("parameters") or {} for function in functions}
 
@@ -857,7 +858,7 @@ def without_nulls(value: Any, schema: Any = None, root: Any = None) -> Any:
 
 
 def allows_null(schema: Any, root: Any = None) -> bool:
-    """Whether a JSON schema allows null as a type or value.
+    """Tell whether a JSON schema allows null as a type or value.
 
     Args:
         root: the schema that ``$ref`` refers to; default: ``schema``.
@@ -907,7 +908,7 @@ def _of_key(schema: Mapping[str, Any], key: str) -> Any:
 
 
 def foreign_roles(messages: Messages) -> list[str]:
-    """Roles that are none of those that chat templates usually know."""
+    """Return the roles that are none of those that chat templates usually know."""
     return sorted({message["role"] for message in messages}.difference(_OUR_ROLES))
 
 
@@ -960,7 +961,7 @@ def _unread(part: Mapping[str, Any]) -> list[str]:
 
 
 def empty_roles(messages: Messages) -> list[str]:
-    """Roles of messages that say nothing: neither text nor reasoning nor calls.
+    """Return the roles of messages that say nothing: neither text nor reasoning nor calls.
 
     Tools may return nothing.
     """
@@ -1027,7 +1028,7 @@ class UnreadKeys:
         self.keys.update(other.keys)
 
     def warning(self, path: str, num_rows: int) -> str:
-        """One sentence; "" if every key is read."""
+        """Return one sentence; "" if every key is read."""
         said = []
         for what, found in (("columns", self.columns), ("message keys", self.keys)):
             if found:

@@ -81,8 +81,8 @@ def find(path: str, split: str | None, preferred: Sequence[str]) -> FoundSplit |
 
 
 def split_notice(path: str, preferred: Sequence[str]) -> str | None:
-    """One line that tells which split is read if the path (``path[:split][@[a:b]]``) names none;
-    None if there was no choice.
+    """Return one line that tells which split is read if the path (``path[:split][@[a:b]]``) names
+    none; None if there was no choice.
 
     Raises:
         UserError: as `find`.
@@ -111,7 +111,7 @@ def _load(folder: Path, config: str | None, split: str, path: str) -> Any:
 
 
 def _folder_and_config(path: str) -> tuple[Path | None, str | None]:
-    """A folder, and its configuration if the last part of the path names one.
+    """Return a folder, and its configuration if the last part of the path names one.
 
     A declared configuration takes precedence over a folder of its name, because it may include
     other files.
@@ -123,7 +123,7 @@ def _folder_and_config(path: str) -> tuple[Path | None, str | None]:
 
 
 def _declared_configs(folder: Path) -> list[str]:
-    """Names of the configurations that a folder's README.md declares."""
+    """Return the names of the configurations that a folder's README.md declares."""
     from huggingface_hub import DatasetCard
 
     readme = folder / "README.md"

@@ -56,7 +56,7 @@ class JsonRow(dict[str, Any]):
         self._text = text
 
     def written(self, key: str) -> Any:
-        """The value of a key; a number in it is an int or `NumberAsWritten`."""
+        """Return the value of a key; a number in it is an int or `NumberAsWritten`."""
         value = self[key]
         if value is None or isinstance(value, (str, bool)) or (type(value) is int and value):
             return value
@@ -64,8 +64,8 @@ class JsonRow(dict[str, Any]):
 
 
 def written_integer(text: str) -> int | NumberAsWritten:
-    """A JSON integer as an int if that has the same digits, which "-0" and integers too long for
-    `int` have not."""
+    """Return a JSON integer as an int if that has the same digits, which "-0" and integers too long
+    for `int` have not."""
     try:
         return NumberAsWritten(text) if text == "-0" else int(text)
     except ValueError:  # sys.get_int_max_str_digits()
@@ -73,13 +73,13 @@ def written_integer(text: str) -> int | NumberAsWritten:
 
 
 def compares_labels(rm_type: str | None) -> bool:
-    """Whether this built-in reward compares the response with the label."""
+    """Tell whether this built-in reward compares the response with the label."""
     reward = REWARD_TYPES.get((rm_type or "").removeprefix("boxed_"))
     return reward is not None and reward.compares_label
 
 
 def read_label(row: dict[str, Any], key: str, flag: str, *, raw: bool, rm_type: str) -> Any:
-    """The label of a row, as `label_text` spells it.
+    """Return the label of a row, as `label_text` spells it.
 
     Args:
         flag: the flag that names the column, for messages.
@@ -108,7 +108,7 @@ def read_label(row: dict[str, Any], key: str, flag: str, *, raw: bool, rm_type: 
 
 
 def written(row: dict[str, Any], key: str) -> Any:
-    """The value of a column, with numbers as written in the data."""
+    """Return the value of a column, with numbers as written in the data."""
     return row.written(key) if isinstance(row, JsonRow) else row[key]
 
 
@@ -147,7 +147,8 @@ def _holdable(value: Any) -> Any:
 
 
 def _is_number(label: Any) -> bool:
-    """Whether a label is a finite number; a JSON number that overflows a float counts as one."""
+    """Tell whether a label is a finite number; a JSON number that overflows a float counts as
+    one."""
     if isinstance(label, (float, Decimal)) and not isinstance(label, NumberAsWritten):
         return math.isfinite(label)
     return isinstance(label, (int, float)) and not isinstance(label, bool)

@@ -90,7 +90,7 @@ class MappedOrder:
         )
 
     def _prompt(self, position: int) -> Prompt | None:
-        """The row at ``position``; None if it is skipped."""
+        """Return the row at ``position``; None if it is skipped."""
         try:
             prompt = read_prompt(self.rows[position], self.checker.form, self.checker.tokenizer)
         except RowProblem as problem:
@@ -131,8 +131,8 @@ class MappedOrder:
         )
 
     def fingerprint(self) -> str:
-        """A digest of the rows that can be drawn: their positions, and content of the first, middle
-        and last."""
+        """Return a digest of the rows that can be drawn: their positions, and content of the first,
+        middle and last."""
         digest = xxhash.xxh3_64(self.kept.tobytes())
         for position in (0, len(self.kept) // 2, len(self.kept) - 1):
             try:
@@ -144,7 +144,7 @@ class MappedOrder:
 
 
 def permutation(size: int, seed: int, epoch: int) -> list[int]:
-    """The order of an epoch of shuffled data."""
+    """Return the order of an epoch of shuffled data."""
     order = list(range(size))
     random.Random(seed + epoch).shuffle(order)
     return order
@@ -235,7 +235,8 @@ class StreamedOrder:
                 )
 
     def fingerprint(self) -> str:
-        """A digest of the first row only, because a stream is not read to its end for this."""
+        """Return a digest of the first row only, because a stream is not read to its end for
+        this."""
         first = repr(next(iter_rows(self.path), None))
         return f"stream {xxhash.xxh3_64_hexdigest(first.encode())}"
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slime.prompts.conversation import Messages
-from slime.prompts.problems import NEVER, RowProblem, missing_key
+from slime.prompts.problems import RowProblem, missing_key, remark
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class PreferenceColumns:
         return found
 
     def read_label(self, row: Mapping[str, Any]) -> bool:
-        """Whether the answer is desirable."""
+        """Tell whether the answer is desirable."""
         assert self.label is not None
         if self.label not in row:
             raise missing_key(self.label, "--label-key", row)
@@ -83,7 +83,7 @@ class PreferenceColumns:
 def with_prompt(
     prompt: str | Messages | None, answers: Mapping[str, str | Messages]
 ) -> tuple[str | Messages, dict[str, str | Messages]]:
-    """The prompt, and what each answer adds to it: both text, or both messages.
+    """Return the prompt, and what each answer adds to it: both text, or both messages.
 
     Args:
         prompt: from its own column. If answers are whole conversations, they must begin with its
@@ -136,28 +136,27 @@ def odd_pair(
     scores = _scores(row, columns)
     if scores is not None and scores[0] < scores[1]:
         found.append(
-            RowProblem(
+            remark(
                 "have a rejected answer with a higher score than the chosen one",
                 f"the first: {scores[0]:g} for the chosen one, {scores[1]:g} for the rejected one",
                 "check --chosen-key and --rejected-key",
-                refuse_at=NEVER,
             )
         )
     chosen, rejected = (_without_blanks(answers[name]) for name in ("chosen", "rejected"))
     if chosen == rejected and answers["chosen"] != answers["rejected"]:
         found.append(
-            RowProblem(
+            remark(
                 "have answers that differ only in blanks",
                 f"the first: {answers['chosen']!r:.120}",
                 "remove these rows, if blanks are not what is to be learned",
-                refuse_at=NEVER,
             )
         )
     return found
 
 
 def _scores(row: Mapping[str, Any], columns: PreferenceColumns) -> tuple[float, float] | None:
-    """The scores of the chosen and the rejected answer, in columns such as ``score_chosen``."""
+    """Return the scores of the chosen and the rejected answer, in columns such as
+    ``score_chosen``."""
     for word in _SCORES:
         for form in ("{0}_{1}", "{1}_{0}", "{1}-{0}"):
             names = [form.format(word, columns.answers[name]) for name in ("chosen", "rejected")]
@@ -174,7 +173,7 @@ def _without_blanks(answer: str | Messages) -> str:
 
 
 def count_images(text: str | Messages, placeholder: str) -> int:
-    """The number of images in a prompt or an answer, in which each is a placeholder."""
+    """Return the number of images in a prompt or an answer, in which each is a placeholder."""
     return str(text).count(placeholder)
 
 
@@ -202,7 +201,7 @@ def images_of_answers(
 
 
 def holds_text(prompt: str | Messages, text: str) -> bool:
-    """Whether a text is the prompt, or in one of its messages."""
+    """Tell whether a text is the prompt, or in one of its messages."""
     if isinstance(prompt, str):
         return text == prompt
     return any(text.strip() in message["content"] for message in prompt)
@@ -234,7 +233,7 @@ def _shared_beginning(talks: Sequence[Messages]) -> int:
 
 
 def conversation_of(prompt: Messages, answer: Messages) -> Messages:
-    """Prompt and answer as one conversation in which only the answer is trained on."""
+    """Return prompt and answer as one conversation in which only the answer is trained on."""
     return [
         {**message, "step_loss_mask": 0} if message["role"] == "assistant" else message
         for message in prompt

@@ -31,7 +31,7 @@ from slime.prompts.conversation import Messages, UnreadKeys
 from slime.prompts.dataset_folders import TRAINING
 from slime.prompts.labels import compares_labels
 from slime.prompts.preference_rows import PreferenceColumns
-from slime.prompts.problems import NEVER, Problems, RowProblem
+from slime.prompts.problems import Problems, RowProblem, remark
 from slime.prompts.readers import Row, Rows, open_rows, split_slice
 from slime.prompts.row_format import Prompt, RowFormat, inputs_of, read_prompt
 from slime.prompts.text_remarks import is_untemplated
@@ -41,8 +41,9 @@ from slime.samples.types import Sample
 
 logger = get_logger(__name__)
 
-#: Rows per tokeniser call, and per task of a data worker.
+#: Rows per tokeniser call.
 _BATCH = 512
+#: Rows per task of a data worker.
 _TASK = 1024
 #: Data sets of at most this many rows are checked completely before the first draw; of larger ones,
 #: a selection is.
@@ -52,15 +53,15 @@ SAMPLED_ROWS = 2_000
 #: Several processes share a check that would take one process more seconds than this.
 _SLOW_CHECK = 20.0
 #: Upper bound of the tokens that a tokenizer adds to a text.
-_ADDED = 64
-#: Fewest rows of which it is said that all have the same label.
-_FEW_LABELS = 20
-#: Fewest repeated prompts that are noted.
-_FEW_REPEATED = 20
+_MAX_ADDED_TOKENS = 64
+#: Minimum number of rows for the warning that all have the same label.
+_MIN_EQUAL_LABELS = 20
+#: Minimum number of repeated prompts for a note.
+_MIN_REPEATED_PROMPTS = 20
 #: Keys of metadata that only name the row.
 _NAMES_A_ROW = re.compile(r"(?:^|_)(?:id|ids|idx|index|uid|uuid|row|number|split|source)$")
-#: Most prompts that are compared with those of later rows.
-_MOST_SEEN = 200_000
+#: Maximum number of prompts that are compared with those of later rows.
+_MAX_COMPARED_PROMPTS = 200_000
 #: Number of rows whose tokens are compared to detect another tokenizer.
 _ROWS_COMPARED = 32
 
@@ -78,7 +79,7 @@ class Scan:
     """Findings of the check of some rows.
 
     Attributes:
-        looked_at: how many rows were checked.
+        num_checked: how many rows were checked.
         kept: positions of the rows that can be drawn.
         too_long, shortest, longest, first_too_long: how many prompts exceed the limit, the lengths
             of the shortest and the longest, and where the first is.
@@ -94,7 +95,7 @@ class Scan:
         num_labels: rows whose label a reward compares.
     """
 
-    looked_at: int = 0
+    num_checked: int = 0
     kept: list[int] = field(default_factory=list)
     too_long: int = 0
     shortest: int | None = None
@@ -112,42 +113,45 @@ class Scan:
     one_label: str | None = None
     num_labels: int = 0
 
-    def see(self, prompt: int, label: int, where: str) -> None:
-        """Count a row that has the prompt of an earlier one and another label."""
-        if prompt not in self.seen and len(self.seen) >= _MOST_SEEN:
+    def compare_label(self, prompt: int, label: int, where: str) -> None:
+        """Add a problem if an earlier row has the prompt and another label (both digests)."""
+        if prompt not in self.seen and len(self.seen) >= _MAX_COMPARED_PROMPTS:
             return
         first_label, first = self.seen.setdefault(prompt, (label, where))
         if first_label == label:
             return
+        kind = "have the prompt of an earlier row and another label"
+        detail = f"the first has the prompt of {first}"
+        harm = "the same answer is rewarded in one row and not in the other"
         if self.are_pairs:
-            problem = RowProblem(
-                "contradict an earlier row with the same prompt and answers",
-                f"the first contradicts {first}",
-                "keep the right one: what one row prefers, the other rejects",
-                refuse_at=NEVER,
-            )
-        else:
-            problem = RowProblem(
-                "have the prompt of an earlier row and another label",
-                f"the first has the prompt of {first}",
-                "keep the right one: the same answer is rewarded in one row and not in the other",
-                refuse_at=NEVER,
-            )
-        self.problems.add(where, problem)
+            kind = "contradict an earlier row with the same prompt and answers"
+            detail = f"the first contradicts {first}"
+            harm = "what one row prefers, the other rejects"
+        fix = f"keep the right one: {harm}"
+        self.problems.add(where, remark(kind, detail, fix))
 
-    def see_label(self, label: Any, count: int = 1) -> None:
+    def note_label(self, label: Any, count: int = 1) -> None:
         """Count rows with a label, or with several if it is None."""
         text = None if label is None else str(label)
         self.one_label = text if self.one_label == text or not self.num_labels else None
         self.num_labels += count
 
-    def see_question(self, question: int, where: str, count: int = 1) -> None:
+    def note_question(self, question: int, where: str, count: int = 1) -> None:
+        """Count rows that ask a question, the first of them at ``where``."""
         self.num_asked += count
-        if len(self.asked) < _MOST_SEEN:
+        if len(self.asked) < _MAX_COMPARED_PROMPTS:
             self.asked.setdefault(question, where)
 
+    def note_too_long(self, length: int, where: str) -> None:
+        """Count a row whose prompt of ``length`` tokens exceeds the limit."""
+        self.too_long += 1
+        self.first_too_long = self.first_too_long or where
+        self.shortest = length if self.shortest is None else min(self.shortest, length)
+        self.longest = max(self.longest, length)
+
     def merge(self, other: Scan) -> None:
-        self.looked_at += other.looked_at
+        """Add the findings of the check of later rows."""
+        self.num_checked += other.num_checked
         self.kept.extend(other.kept)
         self.too_long += other.too_long
         lengths = [length for length in (self.shortest, other.shortest) if length is not None]
@@ -161,12 +165,12 @@ class Scan:
         self.unread.merge(other.unread)
         self.are_pairs = self.are_pairs or other.are_pairs
         if other.num_labels:
-            self.see_label(other.one_label, other.num_labels)
+            self.note_label(other.one_label, other.num_labels)
         for question, where in other.asked.items():
-            self.see_question(question, where, 0)
+            self.note_question(question, where, 0)
         self.num_asked += other.num_asked
         for prompt, (label, where) in other.seen.items():
-            self.see(prompt, label, where)
+            self.compare_label(prompt, label, where)
 
     def error(self, path: str, checker: Checker, *, has_more: bool = False) -> UserError | None:
         """Return why a run cannot use the rows, or None.
@@ -174,54 +178,57 @@ class Scan:
         Args:
             has_more: the data has rows that were not checked.
         """
-        refused = self.problems.refused(self.looked_at)
+        refused = self.problems.refused(self.num_checked)
         if refused.found:
-            return refused.error(path, self.looked_at, has_more=has_more)
-        if self.kept or not self.looked_at:
+            return refused.error(path, self.num_checked, has_more=has_more)
+        if self.kept or not self.num_checked:
             return None
         return UserError(
             f"every prompt of {path} is longer than {checker.max_tokens} tokens",
-            why=f"{self.looked_at} prompts, the shortest has {self.shortest} tokens",
+            why=f"{self.num_checked} prompts, the shortest has {self.shortest} tokens",
             fix=f"raise {checker.limit_flags}, or use other data",
         )
 
     def warnings(self, path: str, checker: Checker, *, has_more: bool = False) -> list[str]:
-        """Warnings about rows that can be used, and about prompts that are left out."""
-        tolerated = self.problems.tolerated(self.looked_at)
-        found = tolerated.warnings(path, self.looked_at, has_more=has_more)
+        """Return warnings about rows that can be used, and about prompts that are left out."""
+        tolerated = self.problems.tolerated(self.num_checked)
+        found = tolerated.warnings(path, self.num_checked, has_more=has_more)
         if self.too_long:
-            rows = f"{self.looked_at} prompts"
-            if has_more:
-                rows = f"the {rows} checked"
+            count = self.num_checked
+            rows = f"the {count} prompts checked" if has_more else f"{count} prompts"
             found.append(
                 f"{path}: {self.too_long} of {rows} are longer than {checker.max_tokens} tokens "
                 f"and left out (the longest: {self.longest}; {checker.limit_flags}; first: "
                 f"{self.first_too_long})"
             )
-        if self.one_label is not None and self.num_labels >= _FEW_LABELS:
+        if self.one_label is not None and self.num_labels >= _MIN_EQUAL_LABELS:
             found.append(
                 f"{path}: all {self.num_labels} labels are {self.one_label[:80]!r}: a model that "
                 "always says so is always right; shuffle the choices of multiple-choice questions, "
                 "or check the column of labels"
             )
         if self.unread.keys:
-            found.append(self.unread.warning(path, self.looked_at))
+            found.append(self.unread.warning(path, self.num_checked))
         return [*found, *(f"{path}: {one}" for one in checker.unread_arguments())]
 
     def notes(self, path: str) -> list[str]:
         """Notes on columns that nothing reads and prompts without a template, which are usual and
         may still explain something."""
         is_noted = self.unread.columns and not self.unread.keys
-        found = [self.unread.warning(path, self.looked_at)] if is_noted else []
+        found = [self.unread.warning(path, self.num_checked)] if is_noted else []
         repeated = self.num_asked - len(self.asked)
-        if repeated >= _FEW_REPEATED and not self.are_pairs and len(self.asked) < _MOST_SEEN:
+        if (
+            repeated >= _MIN_REPEATED_PROMPTS
+            and not self.are_pairs
+            and len(self.asked) < _MAX_COMPARED_PROMPTS
+        ):
             found.append(
                 f"{path}: {repeated} of {self.num_asked} prompts repeat an earlier one, so an "
                 "epoch asks them several times"
             )
         if self.untemplated:
             found.append(
-                f"{path}: {self.untemplated} of {self.looked_at} prompts are plain text, and are "
+                f"{path}: {self.untemplated} of {self.num_checked} prompts are plain text, and are "
                 "trained without the tokenizer's chat template (--apply-chat-template applies it)"
             )
         return found
@@ -264,61 +271,67 @@ class Checker:
 
     def scan(self, rows: Rows, positions: Sequence[int]) -> Scan:
         """Check the rows at ``positions``."""
-        found = Scan(looked_at=len(positions))
+        found = Scan(num_checked=len(positions))
         for low in range(0, len(positions), _BATCH):
             self._scan_batch(rows, positions[low : low + _BATCH], found)
         return found
 
     def _scan_batch(self, rows: Rows, positions: Sequence[int], found: Scan) -> None:
-        prompts: list[tuple[int, Prompt]] = []
-        for position in positions:
-            try:
-                prompt = read_prompt(rows[position], self.form, self.tokenizer)
-            except RowProblem as problem:
-                found.problems.add(rows.where(position), problem)
-                continue
-            found.unread.add(prompt.unread_columns, prompt.unread_keys)
-            for remark in prompt.remarks:
-                found.problems.add(rows.where(position), remark)
-            if self.markers and carries_template(prompt.bare, self.markers):
-                found.templated += 1
-                found.first_templated = found.first_templated or rows.where(position)
-            is_plain = self.form.raw and not self.form.apply_chat_template and not prompt.tokens
-            found.untemplated += is_plain and is_untemplated(prompt.bare, self.tokenizer)
-            prompts.append((position, prompt))
-        read = [prompt for _, prompt in prompts]
+        """Add the findings of the check of a batch of rows to ``found``."""
+        prompts = self._read_batch(rows, positions, found)
+        read = list(prompts.values())
         judged = self.judge(read) if self.judge is not None else [[] for _ in read]
         for (position, prompt), length, problems in zip(
-            prompts, self.lengths(read), judged, strict=True
+            prompts.items(), self.lengths(read), judged, strict=True
         ):
+            where = rows.where(position)
             if unknown := self._unknown_tokens(prompt):
                 problems = [*problems, unknown]
             for one in problems:
-                found.problems.add(rows.where(position), one)
+                found.problems.add(where, one)
             if any(one.refuse_at == 0.0 for one in problems):
                 continue
-            where = rows.where(position)
-            if not prompt.images:
-                found.see_question(_digest_of(_question(prompt)), where)
-            if self.form.preference is not None:
-                found.are_pairs = True
-                found.see(*_preference(prompt, self.form.preference), where)
-            elif self.compares_labels and not prompt.images:
-                metadata = {
-                    key: value
-                    for key, value in prompt.metadata.items()
-                    if not _NAMES_A_ROW.search(key)
-                }
-                asked = (_without_blanks(prompt.bare), prompt.tokens, metadata)
-                found.see(_digest_of(asked), _digest_of(prompt.label), where)
-                found.see_label(prompt.label)
+            self._compare_with_earlier(prompt, where, found)
             if self.fits(length):
                 found.kept.append(position)
             else:
-                found.too_long += 1
-                found.first_too_long = found.first_too_long or rows.where(position)
-                found.shortest = length if found.shortest is None else min(found.shortest, length)
-                found.longest = max(found.longest, length)
+                found.note_too_long(length, where)
+
+    def _read_batch(self, rows: Rows, positions: Sequence[int], found: Scan) -> dict[int, Prompt]:
+        """Return the prompts of rows that can be read, by position."""
+        prompts: dict[int, Prompt] = {}
+        for position in positions:
+            where = rows.where(position)
+            try:
+                prompt = read_prompt(rows[position], self.form, self.tokenizer)
+            except RowProblem as problem:
+                found.problems.add(where, problem)
+                continue
+            found.unread.add(prompt.unread_columns, prompt.unread_keys)
+            for one in prompt.remarks:
+                found.problems.add(where, one)
+            if self.markers and carries_template(prompt.bare, self.markers):
+                found.templated += 1
+                found.first_templated = found.first_templated or where
+            is_plain = self.form.raw and not self.form.apply_chat_template and not prompt.tokens
+            found.untemplated += is_plain and is_untemplated(prompt.bare, self.tokenizer)
+            prompts[position] = prompt
+        return prompts
+
+    def _compare_with_earlier(self, prompt: Prompt, where: str, found: Scan) -> None:
+        """Compare a row with earlier ones: its question, and its label or preference."""
+        if not prompt.images:
+            found.note_question(_digest_of(_question(prompt)), where)
+        if self.form.preference is not None:
+            found.are_pairs = True
+            found.compare_label(*_preference(prompt, self.form.preference), where)
+        elif self.compares_labels and not prompt.images:
+            metadata = {
+                key: value for key, value in prompt.metadata.items() if not _NAMES_A_ROW.search(key)
+            }
+            asked = (_without_blanks(prompt.bare), prompt.tokens, metadata)
+            found.compare_label(_digest_of(asked), _digest_of(prompt.label), where)
+            found.note_label(prompt.label)
 
     @property
     def compares_labels(self) -> bool:
@@ -328,8 +341,8 @@ class Checker:
         return compares_labels(rm_type) and not (form.own_reward or form.raw or form.preference)
 
     def unread_arguments(self) -> list[str]:
-        """Warnings about arguments that the chat template does not read, so that they have no
-        effect."""
+        """Return warnings about arguments that the chat template does not read, so that they have
+        no effect."""
         source = template_source(self.tokenizer)
         if not source or not (self.form.apply_chat_template or self.form.raw):
             return []
@@ -347,8 +360,8 @@ class Checker:
         return self.max_tokens is None or length <= self.max_tokens
 
     def lengths(self, prompts: list[Prompt]) -> list[int]:
-        """Tokens of each prompt; 0 if they are not measured: there is no limit, the text is too
-        short to exceed it, or chat messages have no template."""
+        """Return the number of tokens of each prompt; 0 if they are not measured: there is no
+        limit, the text is too short to exceed it, or chat messages have no template."""
         lengths = [len(prompt.tokens) + prompt.image_tokens for prompt in prompts]
         if self.max_tokens is None or self.form.raw:
             return [0] * len(prompts)
@@ -365,10 +378,13 @@ class Checker:
         return lengths
 
     def _may_exceed(self, text: str | Messages, image_tokens: int) -> TypeGuard[str]:
-        """Whether a text may exceed the limit: a token holds at least one byte, except for text
-        that the tokenizer's normaliser adds."""
+        """Tell whether a text may exceed the limit: a token holds at least one byte, except for
+        text that the tokenizer's normaliser adds."""
         room = (self.max_tokens or 0) - image_tokens
-        return isinstance(text, str) and 2 * len(text.encode("utf-8", "replace")) + _ADDED > room
+        return (
+            isinstance(text, str)
+            and 2 * len(text.encode("utf-8", "replace")) + _MAX_ADDED_TOKENS > room
+        )
 
     def stream(self, rows: Iterator[tuple[str, Row]]) -> Iterator[tuple[Prompt, int]]:
         """Yield (prompt, length) of streamed rows; an invalid row raises a `UserError`. The judge
@@ -409,7 +425,7 @@ def prepare(rows: Rows, path: str, checker: Checker, num_workers: int = 0) -> np
 
 
 def read_samples(path: str, checker: Checker, splits: Sequence[str] = TRAINING) -> list[Sample]:
-    """A sample of each row that can be drawn, in the order of the file, without indices.
+    """Make a sample of each row that can be drawn, in the order of the file, without indices.
 
     Args:
         splits: as in `open_rows`.
@@ -434,9 +450,9 @@ def read_samples(path: str, checker: Checker, splits: Sequence[str] = TRAINING) 
 
 
 def positions_to_check(num_rows: int) -> Sequence[int]:
-    """Rows that are checked before a launch: all of up to `ALL_ROWS`, else the first and the last
-    `SAMPLED_ROWS`, and as many evenly spaced between them. The choice depends only on the number of
-    rows.
+    """Choose the rows that are checked before a launch: all of up to `ALL_ROWS`, else the first and
+    the last `SAMPLED_ROWS`, and as many evenly spaced between them. The choice depends only on the
+    number of rows.
 
     Example:
         >>> len(positions_to_check(20_000)), len(positions_to_check(2_000_000))
@@ -447,8 +463,7 @@ def positions_to_check(num_rows: int) -> Sequence[int]:
     head = np.arange(SAMPLED_ROWS)
     tail = np.arange(num_rows - SAMPLED_ROWS, num_rows)
     between = np.linspace(SAMPLED_ROWS, num_rows - SAMPLED_ROWS - 1, SAMPLED_ROWS).astype(np.int64)
-    chosen: list[int] = np.unique(np.concatenate([head, between, tail])).tolist()
-    return chosen
+    return [int(row) for row in np.unique(np.concatenate([head, between, tail]))]
 
 
 # -- rows that were checked before the launch ------------------------------------------------------
@@ -480,7 +495,12 @@ def checked_rows(rows: Rows, path: str, checker: Checker, found: Scan) -> Checke
     """Return the record of ``found``, a check of all rows."""
     kept = np.asarray(found.kept, dtype=np.int64)
     return CheckedRows(
-        path, _stamp(path), checker.form, checker.max_tokens, _digest(rows, checker), kept
+        path,
+        _stamp(path),
+        checker.form,
+        checker.max_tokens,
+        _first_rows_digest(rows, checker),
+        kept,
     )
 
 
@@ -496,7 +516,11 @@ def remembered() -> list[CheckedRows]:
 def _remembered_rows(rows: Rows, path: str, checker: Checker) -> np.ndarray | None:
     for one in _checked:
         is_same = (one.path, one.form, one.max_tokens) == (path, checker.form, checker.max_tokens)
-        if is_same and one.stamp == _stamp(path) and one.first_rows == _digest(rows, checker):
+        if (
+            is_same
+            and one.stamp == _stamp(path)
+            and one.first_rows == _first_rows_digest(rows, checker)
+        ):
             return one.kept
     return None
 
@@ -509,14 +533,14 @@ def _stamp(path: str) -> tuple[Any, ...]:
 
 
 def _without_blanks(text: str | Messages) -> str | Messages:
-    """The words of a text or of messages, with one blank between them."""
+    """Put one blank between the words of a text or of messages."""
     if isinstance(text, str):
         return " ".join(text.split())
     return [{**one, "content": " ".join(one["content"].split())} for one in text]
 
 
 def _question(prompt: Prompt) -> Any:
-    """What is asked, whatever stands around it: text, or the words of the first user."""
+    """Return what is asked, whatever stands around it: text, or the words of the first user."""
     if prompt.tokens:
         return prompt.tokens
     if isinstance(prompt.bare, str):
@@ -526,7 +550,7 @@ def _question(prompt: Prompt) -> Any:
 
 
 def _preference(prompt: Prompt, columns: PreferenceColumns) -> tuple[int, int]:
-    """Digests of the prompt with all answers, and of what is preferred."""
+    """Return the digests of the prompt with all answers, and of what is preferred."""
     answers = {name: repr(prompt.label[name]) for name in columns.answers}
     preferred = prompt.label["label"] if columns.label else answers.get("chosen")
     asked = (repr(prompt.text), sorted(answers.values()), len(prompt.images))
@@ -537,7 +561,7 @@ def _digest_of(value: Any) -> int:
     return xxhash.xxh3_64_intdigest(repr(value).encode("utf-8", "replace"))
 
 
-def _digest(rows: Rows, checker: Checker) -> str:
+def _first_rows_digest(rows: Rows, checker: Checker) -> str:
     digest = xxhash.xxh3_64(str(len(rows)).encode())
     for position in range(min(len(rows), _ROWS_COMPARED)):
         try:

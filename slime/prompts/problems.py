@@ -9,11 +9,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from slime.errors import UserError
+from slime.prompts.conversation import ConversationError
 
 #: `RowProblem.refuse_at` of a remark, which never stops a launch.
 NEVER = 2.0
 #: Most rows of one kind that an error names.
-_MOST_LISTED = 200
+_MAX_LISTED = 200
 
 
 class RowProblem(Exception):
@@ -48,9 +49,20 @@ class RowProblem(Exception):
         self.is_told = is_told
         self.lists = lists
 
+    @staticmethod
+    def of(error: ConversationError) -> RowProblem:
+        """Return the problem of a row whose conversation cannot be understood."""
+        detail = f"{error.where}: {error.detail}" if error.detail else error.where
+        return RowProblem(f"have {error.kind}", detail, error.fix)
+
     def at(self, where: str) -> UserError:
-        """The error for a single row, when rows are streamed."""
+        """Return the error for a single row, when rows are streamed."""
         return UserError(f"{where}: rows here {self.kind}", why=self.detail, fix=self.fix)
+
+
+def remark(kind: str, detail: str = "", fix: str = "") -> RowProblem:
+    """Make a problem that never refuses the launch, with the arguments of `RowProblem`."""
+    return RowProblem(kind, detail, fix, refuse_at=NEVER)
 
 
 #: End of a flag → what data sets usually call its column.
@@ -63,8 +75,8 @@ _USUAL = {
 
 
 def missing_key(key: str, flag: str, row_keys: Iterable[str]) -> RowProblem:
-    """A row without the column that ``flag`` names. Lists its keys, and suggests one with a similar
-    or usual name."""
+    """Make the problem of a row without the column that ``flag`` names. List the row's keys, and
+    suggest one with a similar or usual name."""
     keys = [str(k) for k in row_keys]
     usual = next((names for end, names in _USUAL.items() if flag.endswith(end)), ())
     there = [name for name in usual if name in keys]
@@ -109,13 +121,13 @@ class Problems:
             self.listed.setdefault(kind, []).extend(places)
 
     def refused(self, num_rows: int) -> Problems:
-        """The kinds that refuse the launch, if ``num_rows`` rows were checked."""
+        """Return the kinds that refuse the launch, if ``num_rows`` rows were checked."""
         found = self.found.items()
         refused = {kind: one for kind, one in found if one[0] >= one[2].refuse_at * num_rows}
         return Problems(refused, self.listed)
 
     def tolerated(self, num_rows: int) -> Problems:
-        """The other kinds, which only give a warning."""
+        """Return the other kinds, which only give a warning."""
         refused = self.refused(num_rows).found
         found = self.found.items()
         return Problems(
@@ -123,7 +135,7 @@ class Problems:
         )
 
     def told(self, num_rows: int, *, has_more: bool = False) -> str:
-        """All kinds with count and first place, the most frequent first.
+        """Return all kinds with count and first place, the most frequent first.
 
         Args:
             num_rows: how many rows were checked.
@@ -135,12 +147,12 @@ class Problems:
         )
 
     def error(self, path: str, num_rows: int, *, has_more: bool = False) -> UserError:
-        """One error for all kinds; see `told`."""
+        """Return one error for all kinds; see `told`."""
         ranked = self._ranked()
         details = []
         for _, where, p in ranked:
             if p.detail and p.kind in self.listed:
-                details.append("\n    ".join(self.listed[p.kind][:_MOST_LISTED]))
+                details.append("\n    ".join(self.listed[p.kind][:_MAX_LISTED]))
             elif p.detail:
                 details.append(f"{where}: {p.detail}" if len(ranked) > 1 else p.detail)
         fixes = dict.fromkeys(p.fix for _, _, p in ranked if p.fix)
@@ -151,7 +163,7 @@ class Problems:
         )
 
     def warnings(self, path: str, num_rows: int, *, has_more: bool = False) -> list[str]:
-        """One line per kind; see `told`."""
+        """Return one line per kind; see `told`."""
         said = []
         for entry in self._ranked():
             problem = entry[2]

@@ -39,6 +39,7 @@ from slime.data_path import (
     split_slice,
 )
 from slime.errors import UserError, contents_of
+from slime.files import repeated_key
 from slime.prompts import dataset_folders
 from slime.prompts.arrow_rows import TableRows, iter_parquet, load_file
 from slime.prompts.labels import JsonRow, NumberAsWritten, written_integer
@@ -53,7 +54,7 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, position: int) -> Row: ...
     def where(self, position: int) -> str:
-        """The place of the row, for messages: "train.jsonl:17"."""
+        """Return the place of the row, for messages: "train.jsonl:17"."""
         ...
 
 
@@ -105,7 +106,7 @@ def iter_rows(
 
 
 def _stream_of(file: str) -> Callable[[str], Iterator[tuple[str, Row]]] | None:
-    """The function that streams a file without an index; None for files that are read as a
+    """Return the function that streams a file without an index; None for files that are read as a
     whole."""
     suffix = row_suffix(file)
     if suffix in CSV_DELIMITERS:
@@ -135,7 +136,7 @@ def _open_file(file: str, part: slice = slice(None)) -> Rows:
 
 
 def _open_dataset(path: str, split: str | None, splits: Sequence[str]) -> Rows:
-    """All rows of a split of a data set folder."""
+    """Return all rows of a split of a data set folder."""
     found = dataset_folders.find(path, split, splits)
     if found is None:
         raise _missing(f"{path}:{split}" if split else path)
@@ -259,7 +260,8 @@ def _decompressing(file: str) -> Iterator[None]:
 
 
 def _mapped(file: str) -> np.ndarray:
-    """The content of a file, decompressed and mapped into memory; uint8 [number of bytes]."""
+    """Return the content of a file, decompressed and mapped into memory; uint8 [number of
+    bytes]."""
     with _open_bytes(file, mapped=True) as stream:
         if not stream.peek(1):
             return np.zeros(0, dtype=np.uint8)  # an empty file cannot be mapped
@@ -267,7 +269,7 @@ def _mapped(file: str) -> np.ndarray:
 
 
 def _positions(content: np.ndarray, byte: bytes) -> np.ndarray:
-    """Positions of a byte, in order; int64."""
+    """Return the positions of a byte, in order; int64."""
     block = 1 << 24
     found: list[np.ndarray] = [
         np.flatnonzero(content[at : at + block] == byte[0]) + at
@@ -277,7 +279,7 @@ def _positions(content: np.ndarray, byte: bytes) -> np.ndarray:
 
 
 def _between(breaks: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(start, end) of the lines; text after the last line break is a line too."""
+    """Return (start, end) of the lines; text after the last line break is a line too."""
     is_ended = not size or (len(breaks) and breaks[-1] == size - 1)
     ends = breaks if is_ended else np.append(breaks, size)
     return np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)[: len(ends)], ends
@@ -328,7 +330,7 @@ class JsonLines(_MappedRows):
 
 
 def _line_offsets(file: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(start, end, line number) of every line that is not blank; int64 arrays."""
+    """Return (start, end, line number) of every line that is not blank; int64 arrays."""
     content = _mapped(file)
     starts, ends = _between(_positions(content, b"\n"), len(content))
     keep = ends > starts
@@ -384,7 +386,7 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 
 
 def _array_items(text: str) -> list[tuple[int, int]]:
-    """The range of each item of a JSON array.
+    """Return the range of each item of a JSON array.
 
     Raises:
         ValueError: the text is not a JSON array.
@@ -463,11 +465,8 @@ def _invalid(detail: str) -> RowProblem:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise RowProblem(
-            "have a key twice in one object", f"the key '{twice}'", "keep the one that is meant"
-        )
+        detail = f"the key '{repeated_key(pairs)}'"
+        raise RowProblem("have a key twice in one object", detail, "keep the one that is meant")
     return found
 
 
@@ -520,7 +519,8 @@ class CsvRows(_MappedRows):
 
 
 def _csv_offsets(file: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(start, end, line number) of each record that is not blank, the header first; int64 arrays.
+    """Return (start, end, line number) of each record that is not blank, the header first; int64
+    arrays.
 
     Raises:
         UserError: as `_csv_records`.
@@ -546,7 +546,7 @@ def _csv_offsets(file: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _is_regular(
     content: np.ndarray, quotes: np.ndarray, returns: np.ndarray, delimiter: bytes
 ) -> bool:
-    """Whether exactly the line breaks with an even number of quotes before them end a record.
+    """Tell whether exactly the line breaks with an even number of quotes before them end a record.
 
     This holds if quotes occur only around fields and doubled within them; ``csv`` accepts other
     quotes too.
@@ -598,7 +598,7 @@ class _CountedLines:
 
 
 def _csv_records(file: str) -> Iterator[tuple[int, int, int, list[str]]]:
-    """(start, end, line number, fields) of each record that is not blank, the header first.
+    """Yield (start, end, line number, fields) of each record that is not blank, the header first.
 
     Raises:
         UserError: a record is not CSV, or bytes are not UTF-8.

@@ -13,6 +13,7 @@ does not count as a difference.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,12 +45,11 @@ def mask_difference(
     except Exception as error:  # templates may raise anything if given one message alone
         return f"the rule {rule} cannot render it: {type(error).__name__}: {error}"
     mine = [text for one in ours for text in _runs(tokenizer, one)]
-    for turn in range(max(len(mine), len(theirs))):
-        here, there = (texts[turn] if turn < len(texts) else None for texts in (mine, theirs))
-        if here is None or there is None or here.rstrip() != there.rstrip():
+    for turn, (own, other) in enumerate(itertools.zip_longest(mine, theirs), start=1):
+        if own is None or other is None or own.rstrip() != other.rstrip():
             return (
-                f"trained turn {turn + 1}: {_shown(here)} is trained, with {rule} it would be "
-                f"{_shown(there)}"
+                f"trained turn {turn}: {_shown(own)} is trained, with {rule} it would be "
+                f"{_shown(other)}"
             )
     return ""
 
@@ -57,7 +57,7 @@ def mask_difference(
 def trained_texts(
     rule: str, tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None
 ) -> list[str]:
-    """The trained text of each turn by a rule of the reference system."""
+    """Return the trained text of each turn by a rule of the reference system."""
 
     def render(part: Messages, **kwargs: Any) -> str:
         text: str = tokenizer.apply_chat_template(part, tokenize=False, tools=tools, **kwargs)
@@ -77,13 +77,13 @@ def trained_texts(
         if message not in trained:
             continue
         text = render([*before, message])
-        behind = system if before or number > 0 else 0
-        texts.append(text[behind + head :])
+        start = head + (system if before or number > 0 else 0)
+        texts.append(text[start:])
     return texts
 
 
 def _system_length(render: Any) -> int:
-    """Characters that a template itself writes before the first message."""
+    """Count the characters that a template itself writes before the first message."""
     once = len(render([_PREFIX]))
     twice = len(render([_PREFIX, _PREFIX]))
     return int(once - (twice - once))
@@ -104,7 +104,7 @@ def _by_marks(text: str, messages: Messages) -> list[str]:
 
 
 def _runs(tokenizer: Any, sequence: TrainedSequence) -> list[str]:
-    """The text of each run of trained tokens."""
+    """Return the text of each run of trained tokens."""
     runs: list[list[int]] = []
     before = 0
     for token, trained in zip(sequence.tokens, sequence.mask, strict=True):

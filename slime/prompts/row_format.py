@@ -48,7 +48,7 @@ from slime.prompts.preference_rows import (
     odd_pair,
     with_prompt,
 )
-from slime.prompts.problems import NEVER, RowProblem, missing_key
+from slime.prompts.problems import RowProblem, missing_key, remark
 from slime.prompts.text_remarks import remarks_on_answers, remarks_on_text, repeated_message
 from slime.samples.media import IMAGES
 from slime.user_code.overrides import follows_old_plugin
@@ -106,7 +106,7 @@ class RowFormat:
 
     @staticmethod
     def of(config: Config, path: str | None = None) -> RowFormat:
-        """The format of the training prompts of ``config``.
+        """Return the format of the training prompts of ``config``.
 
         Args:
             path: the data set, to which paths of images are relative; default: --prompt-data.
@@ -148,7 +148,8 @@ class RowFormat:
 
 
 def rewards_may_be_missing(config: Config) -> bool:
-    """Whether a run learns even if every reward is 0: from a teacher, with no filter of rewards."""
+    """Tell whether a run learns even if every reward is 0: from a teacher, with no filter of
+    rewards."""
     return config.distillation.use_opd and config.rollout.dynamic_sampling_filter_path is None
 
 
@@ -166,7 +167,7 @@ def _preference_columns(config: Config) -> PreferenceColumns | None:
 
 
 def keeps_raw_labels(config: Config) -> bool:
-    """Whether labels that are numbers stay numbers."""
+    """Tell whether labels that are numbers stay numbers."""
     return config.data.label_type == "raw" or follows_old_plugin(config, "label_type")
 
 
@@ -222,32 +223,12 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
         parts = _image_parts(form, tokenizer)
         messages = _messages(conversation[0], tools, form, parts=parts) if conversation else None
     except ConversationError as error:
-        raise RowProblem(
-            f"have {error.kind}", f"{error.where}: {error.detail}".rstrip(": "), error.fix
-        ) from error
-    label = None
-    if form.label_key is not None:
-        rm_type = form.rm_type_of_all or metadata.get("rm_type") or form.rm_type
-        label = read_label(
-            row,
-            form.label_key,
-            form.label_flag,
-            raw=form.raw_label,
-            rm_type="" if form.own_reward else str(rm_type or ""),
-        )
+        raise RowProblem.of(error) from error
+    label = _read_label(row, form, metadata)
     if tools:
         metadata["tools"] = tools
     if is_tokens:
-        if tokenizer is not None and not 0 <= max(value) < len(tokenizer):
-            raise RowProblem(
-                "have token ids that the tokenizer lacks",
-                f"found {max(value)}, and its ids end at {len(tokenizer) - 1}",
-                "tokenise the prompts with the tokenizer of --hf-checkpoint",
-            )
-        try:
-            text = tokenizer.decode(value) if tokenizer is not None else ""
-        except OverflowError as error:
-            raise RowProblem("have token ids that no vocabulary has", str(error)) from error
+        text = _text_of_tokens(value, tokenizer)
         found = Prompt(text, value, label, metadata, "", columns, remarks=of_teacher)
         return _with_images(found, row, form, parts)
     prompt = _text(value, form) if messages is None else messages
@@ -270,10 +251,9 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
     remarks += _remarks_on_words(prompt, [label] if form.raw else [], form, tokenizer)
     if tools and isinstance(prompt, str) and not form.apply_chat_template and not form.own_reward:
         remarks.append(
-            RowProblem(
+            remark(
                 "have tools beside a prompt that is plain text, in which nothing writes them",
                 fix="write them into the prompt, or pass --apply-chat-template",
-                refuse_at=NEVER,
             )
         )
     if form.apply_chat_template and not form.raw:
@@ -289,6 +269,34 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
     found = Prompt(rendered, [], label, metadata, prompt, columns, tuple(sorted(keys)))
     found.remarks = remarks
     return _with_images(found, row, form, parts)
+
+
+def _read_label(row: dict[str, Any], form: RowFormat, metadata: dict[str, Any]) -> Any:
+    if form.label_key is None:
+        return None
+    rm_type = form.rm_type_of_all or metadata.get("rm_type") or form.rm_type
+    return read_label(
+        row,
+        form.label_key,
+        form.label_flag,
+        raw=form.raw_label,
+        rm_type="" if form.own_reward else str(rm_type or ""),
+    )
+
+
+def _text_of_tokens(tokens: list[int], tokenizer: Any) -> str:
+    if tokenizer is None:
+        return ""
+    if not 0 <= max(tokens) < len(tokenizer):
+        raise RowProblem(
+            "have token ids that the tokenizer lacks",
+            f"found {max(tokens)}, and its ids end at {len(tokenizer) - 1}",
+            "tokenise the prompts with the tokenizer of --hf-checkpoint",
+        )
+    try:
+        return str(tokenizer.decode(tokens))
+    except OverflowError as error:
+        raise RowProblem("have token ids that no vocabulary has", str(error)) from error
 
 
 def _remarks_on_words(
@@ -311,7 +319,7 @@ def _remarks_on_words(
 
 
 def left_out(roles: list[str], tools: list[str]) -> list[RowProblem]:
-    """Warnings about messages and tools that the chat template leaves out.
+    """Return the warnings about messages and tools that the chat template leaves out.
 
     Args:
         roles: those of the messages.
@@ -320,20 +328,18 @@ def left_out(roles: list[str], tools: list[str]) -> list[RowProblem]:
     found = []
     if roles:
         found.append(
-            RowProblem(
+            remark(
                 "have messages that the chat template leaves out",
                 f"the first: of the role {', '.join(map(repr, roles))}",
                 "give them a role that the template writes at their place, or remove them",
-                refuse_at=NEVER,
             )
         )
     if tools:
         found.append(
-            RowProblem(
+            remark(
                 "have tools that the chat template leaves out",
                 f"the first: {', '.join(map(repr, tools))}",
                 "describe them in a system message, or use a template that writes tools",
-                refuse_at=NEVER,
             )
         )
     return found
@@ -344,39 +350,35 @@ def _odd_messages(messages: Messages) -> list[RowProblem]:
     found = []
     if roles := foreign_roles(messages):
         found.append(
-            RowProblem(
+            remark(
                 "have messages of a role that is none of system, user, assistant and tool",
                 f"the first: {', '.join(map(repr, roles))}; the chat template is given it as it is",
                 "name the roles as the model's chat template does",
-                refuse_at=NEVER,
             )
         )
     if roles := empty_roles(messages):
         found.append(
-            RowProblem(
+            remark(
                 "have messages that say nothing, which become empty turns",
                 f"the first: of the role {', '.join(map(repr, roles))}",
                 "write their text under 'content', or remove them",
-                refuse_at=NEVER,
             )
         )
     if text := repeated_message(messages):
         found.append(
-            RowProblem(
+            remark(
                 "have a message that repeats the one before it",
                 f"the first: {text!r}",
                 "remove one of them",
-                refuse_at=NEVER,
             )
         )
     if result := misplaced_result(messages):
         found.append(
-            RowProblem(
+            remark(
                 "have results of tools that do not follow their calls in order",
                 f"the first: {result}",
                 "put each result behind its call, in the order of the calls: many chat templates "
                 "write no ids",
-                refuse_at=NEVER,
             )
         )
     return found
@@ -398,11 +400,10 @@ def _unread_parts(
         unread: the columns that nothing reads.
     """
     media = [
-        RowProblem(
+        remark(
             f"have something in the column '{name}', which nothing reads",
             "the prompt is given to the model without it",
             "name the column of images with --multimodal-keys, or remove these rows",
-            refuse_at=NEVER,
         )
         for name in unread
         if name in _MEDIA_COLUMNS and row[name] not in ("", [], {})
@@ -410,11 +411,10 @@ def _unread_parts(
     named = row.get("rm_type") if "rm_type" in unread else None
     if named and not form.raw and named != (form.rm_type_of_all or form.rm_type):
         media.append(
-            RowProblem(
+            remark(
                 "name a reward in the column 'rm_type', which nothing reads",
                 f"the first: {named!r:.80}",
                 "write it into the metadata, {'rm_type': …}",
-                refuse_at=NEVER,
             )
         )
     if isinstance(prompt, list) and prompt[0]["role"] in ("system", "developer"):
@@ -422,21 +422,19 @@ def _unread_parts(
         names = [name for name in unread if name in ("system", "system_prompt")]
         others = [name for name in names if isinstance(row[name], str) and row[name].strip()]
         return media + [
-            RowProblem(
+            remark(
                 f"have another system prompt in the column '{name}', which nothing reads",
                 f"the first: {row[name][:80]!r} beside {told[:80]!r}",
                 "keep the one that is meant",
-                refuse_at=NEVER,
             )
             for name in others
             if row[name].strip() != told
         ]
     return media + [
-        RowProblem(
+        remark(
             f"have a part of the prompt in the column '{name}', which nothing reads",
             f"the first: {row[name][:80]!r}",
             "write it into the prompt; a system prompt as the first message, of the role system",
-            refuse_at=NEVER,
         )
         for name in unread
         if _PROMPT_COLUMNS.get(name, "") in (None, form.input_key)
@@ -449,11 +447,10 @@ def _answered(messages: Messages) -> list[RowProblem]:
     if not messages or messages[-1]["role"] != "assistant":
         return []
     return [
-        RowProblem(
+        remark(
             "have prompts that end with a message of the assistant, after which it is asked again",
             f"the first ends with {messages[-1]['content'][-80:]!r}",
             "leave the last answer out, if the model is to find it",
-            refuse_at=NEVER,
         )
     ]
 
@@ -514,17 +511,16 @@ def _read_teacher_prompt(metadata: dict[str, Any], form: RowFormat) -> list[RowP
     given = metadata.get(key)
     if given is None:
         return [
-            RowProblem(
+            remark(
                 f"have no prompt for the teacher (metadata '{key}'), which sees the row's prompt",
                 f"the first has the metadata: {', '.join(map(str, metadata)) or 'none'}",
                 "check --opd-teacher-prompt-key, unless a function of yours adds it",
-                refuse_at=NEVER,
             )
         ]
     try:
         talk = conversation_in(given, key)
     except ConversationError as error:
-        raise RowProblem(f"have {error.kind}", f"{error.where}: {error.detail}") from error
+        raise RowProblem.of(error) from error
     if talk is not None:
         metadata[key] = talk[0]
     elif not isinstance(given, str) or not given.strip():
@@ -603,7 +599,8 @@ def _missing_placeholders(written: list[int], prompt: Prompt, prompts: ImageProm
 def _read_preference(
     row: dict[str, Any], form: RowFormat, columns: PreferenceColumns, tokenizer: Any
 ) -> Prompt:
-    """A row of preferences; ``label`` of the prompt is a dict of the answers and their label."""
+    """Read a row of preferences; ``label`` of the prompt is a dict of the answers and their
+    label."""
     given = dict(columns.values(row))
     column = columns.prompt_column(row, form.input_key)
     label: dict[str, Any] = {} if columns.label is None else {"label": columns.read_label(row)}
@@ -629,9 +626,7 @@ def _read_preference(
             if own_parts is not None:
                 _check_places(read[name], own_parts.placeholder, len(own_parts.sources))
     except ConversationError as error:
-        raise RowProblem(
-            f"have {error.kind}", f"{error.where}: {error.detail}".rstrip(": "), error.fix
-        ) from error
+        raise RowProblem.of(error) from error
     asked = read.pop("prompt", None)
     prompt, answers = with_prompt(asked, read)
     if tools:
@@ -641,12 +636,11 @@ def _read_preference(
     if isinstance(asked, str) and not holds_text(prompt, asked):
         unread = (*unread, str(column))
         remarks.append(
-            RowProblem(
+            remark(
                 f"have another prompt in the column '{column}' than in their answers, which are "
                 "whole conversations",
                 f"the first: {asked[:80]!r}",
                 "if it belongs to another row, the rows are mixed up; else remove the column",
-                refuse_at=NEVER,
             )
         )
     remarks += _unread_parts(row, unread, prompt, form)

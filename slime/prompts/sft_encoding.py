@@ -329,7 +329,7 @@ class SftEncoding:
         thought: ReasonedAnswer,
         found: Encoded,
     ) -> _Turn:
-        """The prompt of message ``number``, and what the model generates after it."""
+        """Return the prompt of message ``number``, and what the model generates after it."""
         form = self._form
         has_own = thought.marks is None and thought.text
         if has_own and reasoning_of({"content": thought.answer}).text.strip():
@@ -585,15 +585,15 @@ class SftEncoding:
         return found
 
     def trained_text(self, sequence: TrainedSequence) -> str:
-        """The trained tokens of a sequence as text."""
+        """Return the trained tokens of a sequence as text."""
         return str(
             self.tokenizer.decode([one for one, bit in zip(sequence.tokens, sequence.mask) if bit])
         )
 
 
 def with_answer(messages: Messages, label: Any) -> Messages:
-    """A conversation with its label as the answer, unless it ends with one. A label may be text, or
-    messages of an answer in any wire form."""
+    """Return a conversation with its label as the answer, unless it ends with one. A label may be
+    text, or messages of an answer in any wire form."""
     is_answered = bool(messages) and messages[-1]["role"] == "assistant"
     if is_answered or not label:
         return messages
@@ -652,14 +652,15 @@ class _Renderer:
         )
 
     def prompt(self, number: int) -> str | None:
-        """The prompt of message ``number``; None if the template refuses it."""
+        """Return the prompt of message ``number``; None if the template refuses it."""
         try:
             return self._render(self._shown[:number], ask=True) if number else None
         except TemplateRefuses:
             return None
 
     def generation_prompt(self, number: int, prompt: str) -> str:
-        """What asking adds to the messages before message ``number``; "" if it is unknown."""
+        """Return what asking adds to the messages before message ``number``; "" if it is
+        unknown."""
         try:
             told = self._render(self._shown[:number])
         except TemplateRefuses:
@@ -677,7 +678,7 @@ class _Renderer:
         return self._render(self._shown[: number + 1])
 
     def head(self, number: int, answered: str) -> str:
-        """The part of ``answered`` before the content of message ``number``."""
+        """Return the part of ``answered`` before the content of message ``number``."""
         variants = [
             self.form.shown({"role": "assistant", "content": text}) for text in (_ONE, _OTHER)
         ]
@@ -688,7 +689,7 @@ class _Renderer:
         return _common_prefix(answered, _common_prefix(one, other))
 
     def text_before(self, number: int) -> str:
-        """The text of the message before message ``number``."""
+        """Return the text of the message before message ``number``."""
         return str(self.messages[number - 1]["content"]).strip() if number else ""
 
     def without_reasoning(self, number: int, thought: ReasonedAnswer) -> str:
@@ -700,8 +701,8 @@ class _Renderer:
         return answered[len(self.head(number, answered)) :]
 
     def following(self, number: int, text: str) -> str:
-        """The text that the template writes after ``text``, which ends with message ``number``, if
-        another message follows; "" if it then rewrites ``text``."""
+        """Return the text that the template writes after ``text``, which ends with message
+        ``number``, if another message follows; "" if it then rewrites ``text``."""
         calls = self._shown[number].get("tool_calls")
         after: dict[str, Any] = {"role": "user", "content": "hello"}
         if calls:
@@ -714,7 +715,7 @@ class _Renderer:
         return whole[len(text) :] if whole.startswith(text) else ""
 
     def thoughts(self) -> list[str]:
-        """The reasoning of each message."""
+        """Return the reasoning of each message."""
         return [
             reasoning_of(message).text.strip()
             for message in self.messages
@@ -722,8 +723,8 @@ class _Renderer:
         ]
 
     def marked(self, last: int) -> tuple[list[int], list[int]]:
-        """Tokens of the conversation up to message ``last``, and the mask that the template
-        marks."""
+        """Return the tokens of the conversation up to message ``last``, and the mask that the
+        template marks."""
         encoded = self.tokenizer.apply_chat_template(
             self._shown[: last + 1],
             tools=self.tools or None,

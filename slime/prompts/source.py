@@ -62,8 +62,8 @@ _ROWS_LOOKED_AT = 32
 
 
 def make_source(config: Config, tokenizer: Any, judge: RowJudge | None = None) -> DataSource:
-    """The source that the flags name: ``--data-source-path``, or `PromptSource`. Warns if no stop
-    token ends a turn.
+    """Return the source that the flags name: ``--data-source-path``, or `PromptSource`. Warns if no
+    stop token ends a turn.
 
     Args:
         judge: see `PromptSource`.
@@ -178,7 +178,7 @@ def warn_of_endless_generation(config: Config, tokenizer: Any) -> None:
 
 
 def is_chat(config: Config, tokenizer: Any) -> bool:
-    """Whether prompts are chats: with --apply-chat-template, or if one of the first rows holds
+    """Tell whether prompts are chats: with --apply-chat-template, or if one of the first rows holds
     messages (which generation renders with the template) or text with the template's markers."""
     data = config.data
     if data.apply_chat_template:
@@ -298,7 +298,7 @@ class PromptSource(DataSource):
         return isinstance(self._order, MappedOrder) and self._order.unchecked
 
     def where(self, group_index: int) -> str:
-        """The row of a draw that is not consumed yet ("train.jsonl:17"); "" if unknown."""
+        """Return the row of a draw that is not consumed yet ("train.jsonl:17"); "" if unknown."""
         return self._where.get(group_index, "")
 
     def _make_group(self, prompt: Prompt, group_index: int) -> list[Sample]:
@@ -339,7 +339,7 @@ class PromptSource(DataSource):
         self.mark_consumed(group_indices)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values (and tensors if buffered samples hold some)."""
+        """Return plain values (and tensors if buffered samples hold some)."""
         epoch, offset = (
             (0, 0) if self._order is None else self._positions.get(self._low, self._order.tell())
         )
@@ -423,7 +423,7 @@ def _open_order(config: Config, tokenizer: Any, judge: RowJudge | None) -> Promp
 
 
 def prompt_checker(config: Config, tokenizer: Any, path: str | None = None) -> Checker:
-    """The checker of --prompt-data, which checks and measures each row as it is read.
+    """Return the checker of --prompt-data, which checks and measures each row as it is read.
 
     Args:
         path: another data set with rows of the same form.
@@ -450,7 +450,7 @@ def prompt_checker(config: Config, tokenizer: Any, path: str | None = None) -> C
 
 
 def vocab_size_of_run(config: Config) -> int | None:
-    """The vocabulary size of the model that is trained; None if it is unknown."""
+    """Return the vocabulary size of the model that is trained; None if it is unknown."""
     return vocab_size_of(config.checkpoint.hf_checkpoint, config.checkpoint.model_name)
 
 
@@ -484,13 +484,13 @@ def model_context(config: Config) -> int | None:
 
 
 def max_prompt_tokens(config: Config) -> int | None:
-    """The longest prompt that leaves room for a token of response: ``--rollout-max-prompt-len`` and
-    the contexts."""
+    """Return the longest prompt that leaves room for a token of response:
+    ``--rollout-max-prompt-len`` and the contexts."""
     return min((longest for _, _, longest in _prompt_limits(config)), default=None)
 
 
 def _prompt_limits(config: Config) -> list[tuple[str, int, int]]:
-    """Flags that are set, their values, and the longest prompt that each allows."""
+    """Return the flags that are set, their values, and the longest prompt that each allows."""
     given = {
         "rollout_max_prompt_len": (config.data.rollout_max_prompt_len, 0),
         "rollout_max_context_len": (config.rollout.rollout_max_context_len, 1),

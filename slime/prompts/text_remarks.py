@@ -11,7 +11,7 @@ from typing import Any
 
 from slime.prompts.chat_template import special_tokens
 from slime.prompts.conversation import IMAGE_MARK, Messages
-from slime.prompts.problems import NEVER, RowProblem
+from slime.prompts.problems import RowProblem, remark
 
 #: Control characters in place of LaTeX commands: JSON and Python read \f, \t, \b, \r, \v and \a as
 #: one character.
@@ -32,7 +32,7 @@ _TRANSCRIPTS = (
 )  # fmt: skip
 _NO_VALUES = frozenset({"nan", "none", "null", "undefined"})
 #: Characters; an answer may begin with a shorter question by chance.
-_LEAST_REPEATED = 16
+_MIN_REPEATED = 16
 
 
 def remarks_on_text(
@@ -53,43 +53,38 @@ def remarks_on_text(
     texts = [*_texts(prompt), *(text for answer in answers for text in _texts(answer))]
     found = _first(_EATEN, texts)
     if found is not None:
-        yield RowProblem(
+        yield remark(
             "have control characters where LaTeX commands were, as in \\frac and \\theta",
             f"the first: {found!r}",
             "write each backslash of a JSON file twice, or write the file with json.dumps",
-            refuse_at=NEVER,
         )
     lost = next((text for text in texts if "\ufffd" in text), None)
     if lost is not None:
         at = lost.index("\ufffd")
-        yield RowProblem(
+        yield remark(
             "have characters that an earlier conversion has lost (U+FFFD)",
             f"the first: {lost[max(0, at - 20) : at + 20]!r}",
             "convert the source again with its own encoding, or remove these rows",
-            refuse_at=NEVER,
         )
     escaped = next((text for text in texts if _is_escaped(text)), None)
     if escaped is not None:
-        yield RowProblem(
+        yield remark(
             "have line breaks that are written as a backslash and n",
             f"the first: {escaped[:80]!r}",
             "unescape them once more, if they are meant as line breaks",
-            refuse_at=NEVER,
         )
     if not reads_images and any(IMAGE_MARK in text for text in _texts(prompt)):
-        yield RowProblem(
+        yield remark(
             f"have {IMAGE_MARK} in their prompt, where no image is read",
             "the model is given the word in place of the picture",
             "name the column of images with --multimodal-keys, or remove these rows",
-            refuse_at=NEVER,
         )
     mark = _foreign_mark(_texts(prompt), tokenizer, is_templated)
     if mark:
-        yield RowProblem(
+        yield remark(
             "have a prompt that carries the marks of another chat template or a transcript",
             f"the first has {mark!r}",
             "take the marks out, and give chat messages with --apply-chat-template",
-            refuse_at=NEVER,
         )
 
 
@@ -98,11 +93,10 @@ def remarks_on_answers(prompt: str | Messages, answers: Sequence[Any]) -> Iterat
     said = [text for answer in answers for text in _answers(answer)] + list(_answers(prompt, True))
     missing = next((text for text in said if text.strip().lower() in _NO_VALUES), None)
     if missing is not None:
-        yield RowProblem(
+        yield remark(
             "have an answer that is the name of a missing value",
             f"the first: {missing!r}",
             "remove these rows, if the value was missing",
-            refuse_at=NEVER,
         )
     talks = [prompt, *answers] if isinstance(prompt, list) else answers
     repeated = next((text for talk in talks for text in _repeating(talk)), None)
@@ -110,23 +104,23 @@ def remarks_on_answers(prompt: str | Messages, answers: Sequence[Any]) -> Iterat
         texts = [text for answer in answers for text in _answers(answer)]
         repeated = next((text for text in texts if _begins_with(text, prompt)), repeated)
     if repeated is not None:
-        yield RowProblem(
+        yield remark(
             "have answers that begin with their prompt, which is then trained on twice",
             f"the first: {repeated[:80]!r}",
             "take the prompt out of the answers",
-            refuse_at=NEVER,
         )
 
 
 def is_untemplated(prompt: str | Messages, tokenizer: Any) -> bool:
-    """Whether a prompt is text without any special token, although there is a chat template."""
+    """Tell whether a prompt is text without any special token, although there is a chat
+    template."""
     if not isinstance(prompt, str) or not getattr(tokenizer, "chat_template", None):
         return False
     return not any(token and token in prompt for token in _special_texts(tokenizer))
 
 
 def repeated_message(messages: Messages) -> str:
-    """The beginning of the first message that repeats the one before it; "" without one."""
+    """Return the beginning of the first message that repeats the one before it; "" without one."""
     for one, other in itertools.pairwise(messages):
         is_same = one["role"] == other["role"] and one["content"] == other["content"]
         is_call = one["role"] == "tool" or one.get("tool_calls") or other.get("tool_calls")
@@ -167,7 +161,7 @@ def _repeating(talk: Any) -> Iterator[str]:
 
 def _begins_with(answer: str, question: str) -> bool:
     asked = question.strip()
-    return len(asked) >= _LEAST_REPEATED and answer.lstrip().startswith(asked)
+    return len(asked) >= _MIN_REPEATED and answer.lstrip().startswith(asked)
 
 
 def _first(pattern: re.Pattern[str], texts: Iterable[str]) -> str | None:

@@ -33,7 +33,7 @@ _TOKENIZER_FILES = (
 def load_tokenizer(
     path: str, *, without_torch: bool = False, trust_remote_code: bool = False, **kwargs: Any
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer in a local Hugging Face directory.
+    """Return the tokenizer in a local Hugging Face directory.
 
     Args:
         without_torch: read only tokenizer.json if it exists, in a third of the time. Good enough to
@@ -115,7 +115,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def opening_tokens(tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that the tokenizer adds before a text, as engines do for text prompts:
+    """Return the tokens that the tokenizer adds before a text, as engines do for text prompts:
     ``<|begin_of_text|>`` for Llama 3, none for Qwen. Tokens that it adds after a text are
     ignored."""
     whole = tokenizer.encode("a")
@@ -133,8 +133,8 @@ def _markers(tokenizer: Any, chat_template: str | None) -> list[str]:
 
 
 def with_opening(tokenizer: Any, text: str, ids: list[int], *, templated: bool) -> list[int]:
-    """Tokens of a prompt from the tokens of its text: adds `opening_tokens` to plain text, as a
-    server does.
+    """Return the tokens of a prompt from the tokens of its text: adds `opening_tokens` to plain
+    text, as a server does.
 
     A chat template writes all special tokens itself, and servers add none to templated text. So
     text that was rendered here, carries the template's markers, or already begins with the token
@@ -174,13 +174,13 @@ def generation_config_of(path: str) -> dict[str, Any]:
 
 
 def end_token_ids(tokenizer: Any, path: str) -> frozenset[int]:
-    """Default tokens that end an answer: the tokenizer's, and those of generation_config.json and
-    config.json, as engines read them."""
+    """Return the default tokens that end an answer: the tokenizer's, and those of
+    generation_config.json and config.json, as engines read them."""
     return frozenset[int]().union(*_named_ends(tokenizer, path).values())
 
 
 def _named_ends(tokenizer: Any, path: str) -> dict[str, set[int]]:
-    """The end tokens by the file of the model that names them."""
+    """Return the end tokens by the file of the model that names them."""
     named = {
         "tokenizer": tokenizer.eos_token_id,
         "generation_config.json": generation_config_of(path).get("eos_token_id"),
@@ -238,7 +238,7 @@ def stop_token_report(
     stop_token_ids: Iterable[int] = (),
     stop: Iterable[str] = (),
 ) -> list[str]:
-    """Warnings about how generation will end; [] if there are none.
+    """Return the warnings about how generation will end; [] if there are none.
 
     Compares what ends an assistant turn in the chat template with what stops generation: the
     tokenizer's end token, ``eos_token_id`` of the generation config, and the flags

@@ -39,7 +39,7 @@ class UnknownTokens:
         return bool(self._texts)
 
     def problem(self, tokens: Iterable[int]) -> RowProblem | None:
-        """The problem of a row with these ``tokens``; None if the model knows them."""
+        """Return the problem of a row with these ``tokens``; None if the model knows them."""
         largest = max(tokens, default=-1)
         if self._vocab_size is None or largest < self._vocab_size:
             return None
@@ -52,8 +52,8 @@ class UnknownTokens:
         )
 
     def of_prompt(self, prompt: Prompt, form: RowFormat) -> RowProblem | None:
-        """The problem of a prompt that engines answer; None if there is none, or if it is trained
-        as supervised data, which is encoded otherwise."""
+        """Return the problem of a prompt that engines answer; None if there is none, or if it is
+        trained as supervised data, which is encoded otherwise."""
         if form.raw or form.preference is not None:
             return None
         if prompt.tokens:

@@ -47,7 +47,8 @@ def save_rollout(pattern: str, rollout_id: int | Evaluation, samples: list[Sampl
 
 
 def load_rollout(config: Config, rollout_id: int) -> list[Group]:
-    """The groups of ``--load-debug-rollout-data`` for this rollout, each with its trajectories.
+    """Return the groups of ``--load-debug-rollout-data`` for this rollout, each with its
+    trajectories.
 
     With ``--load-debug-rollout-data-subsample f`` a fraction f of the groups is kept (the same ones
     on every call).
@@ -72,7 +73,7 @@ def load_rollout(config: Config, rollout_id: int) -> list[Group]:
 
 
 def load_samples(path: Path, pattern: str = "") -> list[Sample]:
-    """The samples of one dump file, in its order.
+    """Return the samples of one dump file, in its order.
 
     Args:
         pattern: the pattern that gave ``path``; if the file is missing, the error lists its

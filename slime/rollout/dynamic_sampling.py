@@ -48,7 +48,7 @@ logger = get_logger(__name__)
 
 #: The most groups that a filter may drop in a row, or ten batches if that is more. A filter that
 #: drops everything would otherwise keep a rollout from ending.
-_MOST_DROPS = 1000
+_MAX_DROPS = 1000
 
 _DISCARDED = (Decision.DROP, Decision.FAILED, Decision.STALE)
 #: --stale-samples → the metric that counts the stale groups.
@@ -121,7 +121,7 @@ class DynamicSampler:
         self.watchdog = Watchdog(self.client, self.runner, self.stall_timeout)
         self.drawn: list[GroupRun] = []
         self._identities: set[tuple[str, int | None]] = set()  # `_identity_of` each drawn group
-        self._most_drops = max(_MOST_DROPS, 10 * self.target)
+        self._most_drops = max(_MAX_DROPS, 10 * self.target)
         path = getattr(self.runner.state.args, "data_source_path", None)
         self._source_name = named(path, "--data-source-path") if path else "the data source"
         self.result = Collected([], [])
@@ -164,7 +164,7 @@ class DynamicSampler:
     # -- choosing ----------------------------------------------------------------------------------
 
     def _num_expected(self) -> int:
-        """Groups that are kept or may still be kept."""
+        """Return the number of groups that are kept or may still be kept."""
         return len(self.drawn) - self._num_rejected
 
     def _decide(self, run: GroupRun, decision: Decision) -> None:
@@ -265,7 +265,7 @@ class DynamicSampler:
         return True
 
     def _rejects_stale(self, run: GroupRun) -> bool:
-        """Whether a generated group is rejected because its tokens are too old. Only a user's
+        """Tell whether a generated group is rejected because its tokens are too old. Only a user's
         generate function can return such tokens. Another group is drawn instead."""
         if not self._is_stale(run):
             return False
@@ -452,7 +452,7 @@ class DynamicSampler:
             self._note(RecordKind.BEGUN, run)
 
     def progress(self) -> dict[str, float]:
-        """``done`` and ``target`` in groups, ``tokens`` generated so far."""
+        """Return ``done`` and ``target`` in groups, ``tokens`` generated so far."""
         kept = sum(run.decision is Decision.KEEP for run in self.drawn)
         tokens = sum(run.num_tokens for run in self.drawn)
         return {"done": min(kept, self.target), "target": self.target, "tokens": tokens}
@@ -467,7 +467,7 @@ def _sample_index(run: GroupRun) -> int:
 def _group_problem(
     samples: Any, group_size: int, taken: Collection[tuple[str, int | None]], source: str
 ) -> FunctionFailed | None:
-    """The error for an invalid group from a data source; None if the group is valid.
+    """Return the error for an invalid group from a data source; None if the group is valid.
 
     Args:
         group_size: trajectories that the group must have.
@@ -504,8 +504,8 @@ def _group_problem(
 
 
 def _half_made(sample: Sample) -> str:
-    """What is wrong with a new sample that has no response, and fields of one that has; "" if
-    nothing is."""
+    """Return what is wrong with a new sample that has no response, and fields of one that has; ""
+    if nothing is."""
     if sample.response_length or sample.session_id:  # with a session it was put back
         return ""
     if sample.reward is not None:
@@ -535,7 +535,8 @@ def _unshare(groups: list[Any]) -> None:
 
 
 def _identity_of(samples: Sequence[Sample]) -> set[tuple[str, int | None]]:
-    """Indices that no other group of a rollout may have: the group's, and those of its samples."""
+    """Return the indices that no other group of a rollout may have: the group's, and those of its
+    samples."""
     indices = (
         {("group_index", samples[0].group_index)} if samples[0].group_index is not None else set()
     )

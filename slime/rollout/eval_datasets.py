@@ -81,12 +81,12 @@ class EvalDataset:
         return (self.name, self.path, *keys, *template, repr(self.multimodal_keys))
 
     def inject_metadata(self, metadata: dict[str, Any] | None) -> dict[str, Any]:
-        """A row's metadata, overridden by this set's values."""
+        """Return a row's metadata, overridden by this set's values."""
         rm_type = {"rm_type": self.rm_type} if self.rm_type else {}
         return {**(metadata or {}), **self.metadata_overrides, **rm_type}
 
     def sampling_params(self) -> dict[str, Any]:
-        """A new ``sampling_params`` for the engine."""
+        """Return a new ``sampling_params`` for the engine."""
         return sampling_params(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -131,8 +131,8 @@ _FLAGS = {
 
 
 def eval_datasets(config: Config) -> list[EvalDataset]:
-    """The resolved evaluation sets, in the order in which they are given; empty when there are
-    none.
+    """Return the resolved evaluation sets, in the order in which they are given; empty when there
+    are none.
 
     Raises:
         UserError: the file is missing or malformed, a key is unknown, a name or path is missing, a
@@ -183,7 +183,7 @@ def _check_sampling(dataset: EvalDataset) -> None:
 
 
 def resolved(entry: dict[str, Any], config: Config) -> dict[str, Any]:
-    """All values of a set; flags give those that ``entry`` leaves out.
+    """Return all values of a set; flags give those that ``entry`` leaves out.
 
     Raises:
         UserError: a value of another type than its flag has, or a number that makes no sense.

@@ -36,8 +36,8 @@ class EvalSet:
     prompts: list[Sample]
 
     def draw(self) -> list[GroupRun]:
-        """Fresh groups; sample indices count from 0 in each set, so that seeds do not depend on
-        other sets."""
+        """Return fresh groups; sample indices count from 0 in each set, so that seeds do not
+        depend on other sets."""
         n = self.dataset.n_samples_per_eval_prompt
         runs = []
         for i, prompt in enumerate(self.prompts):
@@ -55,8 +55,8 @@ class EvalSet:
 
 
 def read_eval_prompts(dataset: EvalDataset, config: Config, tokenizer: Any) -> list[Sample]:
-    """The prompts of one set, in file order; prompts longer than ``--eval-max-prompt-len`` are left
-    out with a warning.
+    """Return the prompts of one set, in file order; prompts longer than ``--eval-max-prompt-len``
+    are left out with a warning.
 
     Raises:
         UserError: a row is invalid, or no row is left.
@@ -65,7 +65,7 @@ def read_eval_prompts(dataset: EvalDataset, config: Config, tokenizer: Any) -> l
 
 
 def eval_checker(dataset: EvalDataset, config: Config, tokenizer: Any) -> Checker:
-    """The checker of an evaluation set, which checks and measures each row as it is read."""
+    """Return the checker of an evaluation set, which checks and measures each row as it is read."""
     form = RowFormat(
         input_key=dataset.input_key,
         label_key=dataset.label_key,
@@ -151,7 +151,7 @@ async def evaluate(
 
 
 def progress_of(tasks: Tasks) -> dict[str, float]:
-    """``done`` of ``target`` prompts, ``tokens`` generated so far."""
+    """Return ``done`` of ``target`` prompts, ``tokens`` generated so far."""
     tokens = sum(run.num_tokens for run in tasks.values())
     return {"done": sum(task.done() for task in tasks), "target": len(tasks), "tokens": tokens}
 
@@ -205,8 +205,8 @@ def _without_failures(
 
 
 def eval_metrics(name: str, runs: list[GroupRun], args: Any) -> dict[str, float]:
-    """Metrics of one set: ``eval/<name>`` (mean reward), ``-truncated_ratio``, ``-pass@k``,
-    ``/response_len/…`` and ``/reward_part/…``.
+    """Return the metrics of one set: ``eval/<name>`` (mean reward), ``-truncated_ratio``,
+    ``-pass@k``, ``/response_len/…`` and ``/reward_part/…``.
 
     pass@k uses the number of trajectories that this set has per prompt.
     """

@@ -50,7 +50,7 @@ def check_reward_nonzero_std_with_fallback(
 async def call_dynamic_filter(
     fn: DynamicFilter | None, args: Any, samples: list[Sample], limit: float | None = None
 ) -> DynamicFilterOutput:
-    """The filter's verdict; a bare bool is wrapped, no filter keeps everything.
+    """Return the filter's verdict; a bare bool is wrapped, no filter keeps everything.
 
     Args:
         limit: seconds.
@@ -103,7 +103,7 @@ def verdict_of(verdict: Any, what: str = "the filter") -> DynamicFilterOutput:
 def should_drop_dynamic_filter_output(
     output: DynamicFilterOutput, *, remaining_batch_size: int, target_data_size: int
 ) -> bool:
-    """Whether the group that the filter judged is dropped.
+    """Tell whether the group that the filter judged is dropped.
 
     Args:
         remaining_batch_size: groups kept or still running in this rollout, the judged one included.

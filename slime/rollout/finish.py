@@ -31,8 +31,8 @@ _LOGGED: contextvars.ContextVar[Metrics] = contextvars.ContextVar("slime_logged_
 
 
 def logged_metrics() -> Metrics | None:
-    """The dict in which user functions add metrics to the current rollout or evaluation; None
-    outside of both."""
+    """Return the dict in which user functions add metrics to the current rollout or evaluation;
+    None outside of both."""
     found = _LOGGED.get(None)
     return current_state().logged if found is None and is_in_run() else found
 

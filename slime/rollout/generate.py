@@ -41,7 +41,7 @@ from slime.prompts.conversation import ImageParts, read_messages
 from slime.prompts.images import ImagePrompts, add_images, bytes_of, kept, read_inline
 from slime.prompts.tokenizer import with_opening
 from slime.rollout.resumed_requests import (
-    MOST_IDLE_CUTS,
+    MAX_IDLE_CUTS,
     completed_stop,
     first_tokens,
     has_ended,
@@ -128,15 +128,15 @@ class GenerateState:
         return self.client.aborting
 
     def template_kwargs_for(self, sample: Sample) -> dict[str, Any]:
-        """Keyword arguments of the chat template: the sample's own, or those of this rollout."""
+        """Return the keyword arguments of the chat template: the sample's own, or those of this
+        rollout."""
         of_rollout = self.template_kwargs
         if of_rollout is None:
             of_rollout = getattr(self.args, "apply_chat_template_kwargs", None) or {}
         return sample.apply_chat_template_kwargs or of_rollout
 
     def params_for(self, sample: Sample) -> dict[str, Any]:
-        """This sample's own copy of the sampling parameters, with its seed in deterministic
-        mode."""
+        """Copy the sampling parameters for a sample, with its seed in deterministic mode."""
         params = copy.deepcopy(self.sampling_params)
         if self.deterministic:
             assert sample.index is not None, "samples get their index when they are drawn"
@@ -170,8 +170,8 @@ def forget_states(args: Any) -> None:
 
 
 def current_state(args: Any = None) -> GenerateState:
-    """The state of the current rollout; in a thread that user code started itself, of the newest
-    rollout. ``args`` is accepted for existing plugins and not needed.
+    """Return the state of the current rollout; in a thread that user code started itself, of the
+    newest rollout. ``args`` is accepted for existing plugins and not needed.
 
     Raises:
         UserError: called outside of a rollout or evaluation.
@@ -189,13 +189,13 @@ def current_state(args: Any = None) -> GenerateState:
 
 
 def is_in_run() -> bool:
-    """Whether `current_state` finds a state."""
+    """Tell whether `current_state` finds a state."""
     return bool(_newest) or _STATE.get(None) is not None
 
 
 def rollout_sampling_params(config: Config) -> dict[str, Any]:
-    """Sampling parameters of training rollouts, as SGLang spells them; log-probs are those of the
-    temperature-scaled distribution."""
+    """Return the sampling parameters of training rollouts, as SGLang spells them; log-probs are
+    those of the temperature-scaled distribution."""
     rollout = config.rollout
     return sampling_params(
         temperature=rollout.rollout_temperature,
@@ -210,15 +210,15 @@ def rollout_sampling_params(config: Config) -> dict[str, Any]:
 
 
 def skips_special_tokens(config: Config) -> bool:
-    """Whether special tokens are left out of the text of responses; tokens and log-probs keep
+    """Tell whether special tokens are left out of the text of responses; tokens and log-probs keep
     them."""
     flag = "rollout_skip_special_tokens"
     return config.rollout.rollout_skip_special_tokens and not follows_old_plugin(config, flag)
 
 
 def sampling_params(*, stop: Any = (), stop_token_ids: Any = (), **params: Any) -> dict[str, Any]:
-    """A request's ``sampling_params``. The text keeps the stop string, because it is the text of
-    the trained tokens.
+    """Make a request's ``sampling_params``. The text keeps the stop string, because it is the text
+    of the trained tokens.
 
     Raises:
         UserError: a parameter is not in `slime.engines.request_fields.SamplingParams`, or out of
@@ -237,8 +237,8 @@ def sampling_params(*, stop: Any = (), stop_token_ids: Any = (), **params: Any) 
 
 
 def sample_seed(rollout_seed: int, index: int) -> int:
-    """A 31-bit seed for sample ``index``: neighbouring indices and seeds give unrelated values
-    (splitmix64).
+    """Return a 31-bit seed for sample ``index``: neighbouring indices and seeds give unrelated
+    values (splitmix64).
 
     Example:
         >>> sample_seed(42, 0) != sample_seed(42, 1) != sample_seed(43, 0)
@@ -251,9 +251,8 @@ def sample_seed(rollout_seed: int, index: int) -> int:
 
 
 def context_limit(*limits: int | None) -> int | None:
-    """The smallest of the limits that are set."""
-    given = [limit for limit in limits if limit]
-    return min(given) if given else None
+    """Return the smallest of the limits that are set."""
+    return min((limit for limit in limits if limit), default=None)
 
 
 # -- the built-in function -------------------------------------------------------------------------
@@ -278,7 +277,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         sample.tokens = _with_images(sample, sample.tokens)
     sample.session_id = sample.session_id or uuid.uuid4().hex
     idle = 0
-    while idle < MOST_IDLE_CUTS:
+    while idle < MAX_IDLE_CUTS:
         params = _remaining_params(state, sample, sampling_params)
         if params is None or _wrote_an_image(state, sample):
             sample.status = SampleStatus.TRUNCATED
@@ -305,7 +304,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         idle = idle + 1 if sample.response_length == length else 0
     raise EngineError(
         state.client.base_url,
-        f"sample {sample.index} was aborted {MOST_IDLE_CUTS} times without a token between",
+        f"sample {sample.index} was aborted {MAX_IDLE_CUTS} times without a token between",
     )
 
 
@@ -317,7 +316,7 @@ async def _pause(seconds: float) -> None:
 def _remaining_params(
     state: GenerateState, sample: Sample, sampling_params: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """The request's own parameters for what is left of the response; None when there is no room."""
+    """Return a request's parameters for what is left of the response; None if there is no room."""
     room = sampling_params["max_new_tokens"] - sample.response_length
     if state.max_context_len is not None and state.max_context_len - len(sample.tokens) < room:
         room = state.max_context_len - len(sample.tokens)
@@ -332,8 +331,8 @@ def _remaining_params(
 
 
 def _wrote_an_image(state: GenerateState, sample: Sample) -> bool:
-    """Whether the policy itself has sampled image placeholders. The trainer has no image for them,
-    and an engine would look for one."""
+    """Tell whether the policy itself has sampled image placeholders. The trainer has no image for
+    them, and an engine would look for one."""
     if state.images is None:
         return False
     runs = placeholder_runs(sample.tokens, state.images.vision)
@@ -440,7 +439,7 @@ def _check_sampling_mask(state: GenerateState, result: GenerateResult) -> None:
 
 
 async def _ask(state: GenerateState, sample: Sample, params: dict[str, Any]) -> GenerateResult:
-    """The engine's answer, requested with a plugin's own ``post`` if it has replaced ours."""
+    """Request an answer from the engine, with a plugin's ``post`` if it has replaced ours."""
     wanted: dict[str, Any] = {"return_routed_experts": True} if state.routed_experts else {}
     if state.sampling_mask:
         wanted["return_sampling_mask"] = True
@@ -449,7 +448,8 @@ async def _ask(state: GenerateState, sample: Sample, params: dict[str, Any]) -> 
         assert state.images is not None
         tokens = one_placeholder_each(tokens, state.images.vision)
         wanted["image_data"] = await asyncio.to_thread(encoded_images, references)
-    if (post := override_of("post")) is not None:
+    post = override_of("post")
+    if post is not None:
         asked = {"input_ids": tokens, "sampling_params": params, "return_logprob": True}
         url = f"{state.client.base_url}/generate"
         return GenerateResult.from_json(await post(url, asked | wanted))
@@ -460,8 +460,8 @@ async def _ask(state: GenerateState, sample: Sample, params: dict[str, Any]) -> 
 
 
 def _sampled_tail(sample: Sample) -> list[int]:
-    """Tokens at the end of the response that were sampled one after the other; [] after a tool's
-    answer."""
+    """Return the tokens at the end of the response that were sampled one after the other; [] after
+    a tool's answer."""
     start = sample.response_length
     for token_span in reversed(sample.token_spans):
         if token_span.weight_version is None or token_span.end != start:
@@ -477,7 +477,8 @@ def _decode_again(
     within a character.
 
     Args:
-        before: the answer's tokens before the last request; text: the response before it.
+        before: the answer's tokens before the last request.
+        text: the response before the last request.
     """
     known = text_of(state.tokenizer, before, params).rstrip(_INCOMPLETE)
     text = text.rstrip(_INCOMPLETE)
@@ -488,7 +489,7 @@ def _decode_again(
 
 
 def is_too_long(refused: RequestRefused) -> bool:
-    """Whether an engine refused a prompt because it fills the context."""
+    """Tell whether an engine refused a prompt because it fills the context."""
     return any(phrase in refused.what for phrase in _NO_ROOM)
 
 
@@ -523,15 +524,17 @@ def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:
         UserError: the prompt is empty, its images do not match its placeholders, or the run reads
             no images.
     """
+    state = current_state() if is_in_run() else None
     if isinstance(sample.prompt, str):
-        bare = list(tokenizer.encode(sample.prompt, add_special_tokens=False))
-        templated = is_in_run() and current_state().templated
-        ids = bare and with_opening(tokenizer, sample.prompt, bare, templated=templated)
+        ids = list(tokenizer.encode(sample.prompt, add_special_tokens=False))
+        if ids:
+            templated = state is not None and state.templated
+            ids = with_opening(tokenizer, sample.prompt, ids, templated=templated)
     else:
-        tools = sample.metadata.get("tools")
         kwargs = sample.apply_chat_template_kwargs
-        if is_in_run():
-            kwargs = current_state().template_kwargs_for(sample)
+        if state is not None:
+            kwargs = state.template_kwargs_for(sample)
+        tools = sample.metadata.get("tools")
         text = render_messages(tokenizer, sample.prompt, tools=tools, **kwargs)
         ids = list(tokenizer.encode(text, add_special_tokens=False))
     if not ids:

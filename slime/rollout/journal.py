@@ -402,7 +402,7 @@ class Journal:
         }
 
     def metrics(self) -> dict[str, float]:
-        """The number of restored groups since the last call; {} if there are none."""
+        """Return the number of restored groups since the last call; {} if there are none."""
         count = self.num_restored
         self.num_restored = 0
         return {"rollout/num_restored_groups": float(count)} if count else {}
@@ -418,7 +418,7 @@ class Journal:
 
 
 def _versions_in(samples: Sequence[Sample]) -> set[int]:
-    """Weight versions of the tokens of a group, as far as they are known."""
+    """Return the weight versions of the tokens of a group, as far as they are known."""
     return {version for sample in samples for version in sample.token_versions()}
 
 
@@ -426,7 +426,7 @@ def _versions_in(samples: Sequence[Sample]) -> set[int]:
 
 
 def open_journal(config: Config, folder: Path) -> Journal | None:
-    """The journal of a run, with the records of earlier launches; None if it is off
+    """Return the journal of a run, with the records of earlier launches; None if it is off
     (--no-journal)."""
     if not config.fault_tolerance.journal or config.debug.load_debug_rollout_data:
         return None
@@ -434,8 +434,8 @@ def open_journal(config: Config, folder: Path) -> Journal | None:
 
 
 def _made_with(config: Config) -> str:
-    """Fingerprint of everything that determines a run's samples: flags of data, generation and
-    reward, and the files of user functions."""
+    """Return the fingerprint of everything that determines a run's samples: flags of data,
+    generation and reward, and the files of user functions."""
     groups = (config.data, config.rollout, config.reward)
     values = {name: json_safe(value) for group in groups for name, value in vars(group).items()}
     if config.images.multimodal_keys:
@@ -451,7 +451,7 @@ def _made_with(config: Config) -> str:
 
 
 def drawn_as(drawn: Sequence[Sample]) -> int:
-    """A hash of a drawn group's data."""
+    """Return a hash of a drawn group's data."""
     told = [[s.index, s.prompt, s.label, s.tokens[: s.prompt_length]] for s in drawn]
     for row, sample in zip(told, drawn):
         row += [sample.multimodal_inputs] if sample.multimodal_inputs else []
@@ -459,8 +459,8 @@ def drawn_as(drawn: Sequence[Sample]) -> int:
 
 
 def is_prompt(drawn: Iterable[Sample]) -> bool:
-    """Whether a group was drawn without generated tokens. The journal's record of it is then of an
-    earlier launch, not of a group that this launch put back."""
+    """Tell whether a group was drawn without generated tokens. The journal's record of it is then
+    of an earlier launch, not of a group that this launch put back."""
     return not any(sample.response_length for sample in drawn)
 
 
@@ -472,7 +472,7 @@ def _path(folder: Path, rollout_id: int) -> Path:
 
 
 def _files_in(folder: Path) -> dict[int, Path]:
-    """The files by rollout."""
+    """Return the files by rollout."""
     named = ((_FILE.fullmatch(path.name), path) for path in entries_of(folder))
     return {int(match.group(1)): path for match, path in named if match}
 

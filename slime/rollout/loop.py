@@ -143,7 +143,7 @@ class RolloutLoop:
         self.on_blocked: Callable[[str], object] = logger.error
         """Called with a message when users' code blocks the event loop for good."""
 
-    # -- life --------------------------------------------------------------------------------------
+    # -- start and end -----------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Connect to the engines, start the reward workers, read the evaluation data.
@@ -190,12 +190,9 @@ class RolloutLoop:
             await clean_up()
         if self._watched is not None:
             self._watched.stop()
-        if self._client is not None:
-            await self._client.close()
-        if self._rewards is not None:
-            await self._rewards.close()
-        if self._teachers is not None:
-            await self._teachers.close()
+        for part in (self._client, self._rewards, self._teachers):
+            if part is not None:
+                await part.close()
         self._client = self._rewards = None
         forget_states(self.args)
 
@@ -206,11 +203,11 @@ class RolloutLoop:
         await self._client.use_adapter(adapter_name(version), cut=cut)
 
     def adapters_in_use(self) -> set[str]:
-        """Names of the adapters that running requests use."""
+        """Return the names of the adapters that running requests use."""
         return self._client.adapters_in_use() if self._client is not None else set()
 
     def _blocking_limit(self) -> float:
-        """Seconds that users' code may block the event loop; fewer during an abort."""
+        """Return the seconds that users' code may block the event loop; fewer during an abort."""
         states = itertools.chain.from_iterable(self._running.values())
         limit = self.config.rollout.rollout_stall_timeout
         if any(state.aborted for state in states):
@@ -253,7 +250,7 @@ class RolloutLoop:
     async def _session(
         self, *, alone: bool, evaluation: bool = False, versions: VersionWindow = ANY_VERSION
     ) -> AsyncIterator[GenerateState]:
-        """The state of one rollout or evaluation, bound for generate functions and for
+        """Yield the state of one rollout or evaluation, bound for generate functions and for
         `generate_rollout`.
 
         Args:
@@ -293,8 +290,9 @@ class RolloutLoop:
                     yield state
                 finally:
                     self._running[evaluation].remove(state)
-                    counted = state.progress()
-                    state.progress = lambda: counted  # what counted them holds all samples
+                    final_progress = state.progress()
+                    # what counts it holds all samples
+                    state.progress = lambda: final_progress
                     state.waits = str
                     self._last = state
 
@@ -395,22 +393,24 @@ class RolloutLoop:
         return RolloutFnTrainOutput(groups, metrics | restored | teacher_metrics)
 
     def progress(self, evaluation: bool = False) -> dict[str, float]:
-        """``done`` and ``target`` in prompts and ``tokens`` so far: of the oldest running rollout
-        (or ``evaluation``), else of the oldest of the other kind, else of the last one."""
-        return shown.progress() if (shown := self._shown(evaluation)) else {}
+        """Return ``done`` and ``target`` in prompts, and ``tokens`` so far, of the oldest running
+        rollout (or ``evaluation``), else of the oldest of the other kind, else of the last one."""
+        state = self._state_to_report(evaluation)
+        return state.progress() if state is not None else {}
 
     def take_idle(self) -> dict[str, float]:
-        """``perf/engines_idle_ratio``: share of the time since the last call in which no engine had
-        a request."""
+        """Return ``perf/engines_idle_ratio``: the share of the time since the last call in which no
+        engine had a request."""
         if self._client is None:
             return {}
         return {"perf/engines_idle_ratio": self._client.busy.take_idle_ratio()}
 
     def waits(self, evaluation: bool = False) -> str:
-        """What is waited for if there has been no progress for a while; else ""."""
-        return shown.waits() if (shown := self._shown(evaluation)) else ""
+        """Say what is waited for if there has been no progress for a while; else ""."""
+        state = self._state_to_report(evaluation)
+        return state.waits() if state is not None else ""
 
-    def _shown(self, evaluation: bool) -> GenerateState | None:
+    def _state_to_report(self, evaluation: bool) -> GenerateState | None:
         running = [*self._running[evaluation], *self._running[not evaluation]]
         return running[0] if running else self._last
 
@@ -492,7 +492,7 @@ class RolloutLoop:
 
 
 def _counters(collected: Collected, runner: GroupRunner) -> dict[str, float]:
-    """Counters of the sampler, the runner and the client."""
+    """Return counters of the sampler, the runner and the client."""
     state = runner.state
     counts = state.client.counters.take()
     metrics: dict[str, float] = {
@@ -606,6 +606,6 @@ def _address(url: str) -> tuple[str | None, int | None]:
 
 
 def _custom_function(path: str | None) -> Any:
-    """The user's rollout function; None for the built-in one."""
+    """Return the user's rollout function; None for the built-in one."""
     fn = load_function(path) if path else None
     return None if fn in (generate_rollout, generate_rollout_async) else fn

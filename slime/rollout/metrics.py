@@ -20,7 +20,8 @@ _REPETITION_RATIO = 10.0
 
 
 def distribution(name: str, values: Iterable[float]) -> dict[str, float]:
-    """``{name}/mean``, ``/median``, ``/max`` and ``/min`` of ``values``; {} if there are none.
+    """Return ``{name}/mean``, ``/median``, ``/max`` and ``/min`` of ``values``; {} if there are
+    none.
 
     Example:
         >>> distribution("len", [1, 2, 6])
@@ -38,7 +39,8 @@ def distribution(name: str, values: Iterable[float]) -> dict[str, float]:
 
 
 def sample_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
-    """Lengths, truncation, repetition, prefix caching and speculative decoding of samples.
+    """Return lengths, truncation, repetition, prefix caching and speculative decoding of
+    samples.
 
     Args:
         prefix: "rollout" or "eval/<name>".
@@ -94,7 +96,7 @@ def reward_parts(samples: Iterable[Sample], prefix: str, args: Any) -> dict[str,
 
 
 def _compares_samples(args: Any) -> bool:
-    """Whether a group with equal rewards has no training signal."""
+    """Tell whether a group with equal rewards has no training signal."""
     own = ("custom_reward_post_process_path", "custom_advantage_function_path")
     return (
         getattr(args, "advantage_estimator", "grpo") in estimators_where("group_relative")
@@ -104,8 +106,8 @@ def _compares_samples(args: Any) -> bool:
 
 
 def rollout_metrics(groups: Sequence[Group], args: Any) -> dict[str, float]:
-    """``rollout/…`` of a training batch: `sample_metrics`, rewards, groups without a signal, weight
-    versions."""
+    """Return ``rollout/…`` of a training batch: `sample_metrics`, rewards, groups without a signal,
+    weight versions."""
     samples = [sample for group in groups for sample in group.samples]
     metrics = sample_metrics(samples, "rollout")
     rewards = [sample.get_reward_value(args) for sample in samples if sample.reward is not None]
@@ -145,7 +147,7 @@ def unsampled_trained_ratio(samples: Iterable[Sample]) -> float:
 def _optional_metrics(
     groups: Sequence[Group], samples: Sequence[Sample], args: Any
 ) -> dict[str, float]:
-    """Metrics of --log-multi-turn, --log-passrate, --log-reward-category and
+    """Return the metrics of --log-multi-turn, --log-passrate, --log-reward-category and
     --log-correct-samples."""
     metrics: dict[str, float] = {}
     if args.log_multi_turn:
@@ -183,8 +185,8 @@ def _optional_metrics(
 def throughput_metrics(
     samples: Sequence[Sample], seconds: float, num_gpus: int, from_journal: Mapping[int | None, int]
 ) -> dict[str, float]:
-    """``perf/…`` of a rollout that took ``seconds`` on engines with ``num_gpus`` GPUs (CPU slots)
-    in total.
+    """Return ``perf/…`` of a rollout that took ``seconds`` on engines with ``num_gpus`` GPUs (CPU
+    slots) in total.
 
     Args:
         from_journal: number of response tokens restored from the journal, by sample index.
@@ -219,8 +221,8 @@ def throughput_metrics(
 
 
 def load_metrics(loads: Sequence[dict[str, int]]) -> dict[str, float]:
-    """How evenly the router spread requests, and how often an engine had none, from snapshots of
-    each engine's requests in flight.
+    """Return how evenly the router spread requests, and how often an engine had none, from
+    snapshots of each engine's requests in flight.
 
     Example:
         >>> loads = load_metrics([{"http://a": 6, "http://b": 2}, {"http://a": 6, "http://b": 0}])
@@ -244,7 +246,8 @@ def load_metrics(loads: Sequence[dict[str, int]]) -> dict[str, float]:
 
 
 def is_repetitive(text: str) -> bool:
-    """Whether the end of a response repeats itself so much that it compresses more than tenfold.
+    """Tell whether the end of a response repeats itself so much that it compresses more than
+    tenfold.
 
     Example:
         >>> is_repetitive("no no no " * 500), is_repetitive("It is 4, because 2 + 2 = 4.")
@@ -275,8 +278,8 @@ def powers_of_two(largest: int) -> list[int]:
 
 
 def trajectory_scores(trajectories: Iterable[Sequence[Sample]], args: Any) -> list[float]:
-    """One reward per trajectory: the best of the samples that it fanned out into, which are not
-    separate attempts.
+    """Return one reward per trajectory: the best of the samples that it fanned out into, which are
+    not separate attempts.
 
     Example:
         >>> trajectory_scores([[Sample(reward=0), Sample(reward=1)], [Sample(reward=0)]], args=None)
@@ -290,7 +293,7 @@ def trajectory_scores(trajectories: Iterable[Sequence[Sample]], args: Any) -> li
 def pass_at_k_metrics(
     scores: Iterable[Sequence[float]], ks: Sequence[int] = ()
 ) -> dict[str, float]:
-    """``pass@k`` averaged over prompts; an attempt is correct if its reward is at least 1.
+    """Return ``pass@k`` averaged over prompts; an attempt is correct if its reward is at least 1.
 
     Args:
         scores: rewards of the attempts (`trajectory_scores`) by prompt. Prompts with fewer than k

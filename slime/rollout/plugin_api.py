@@ -124,7 +124,8 @@ async def get(url: str) -> dict[str, Any]:
 
 
 def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
-    """The URL of a model of --sglang-config. Without such a file the only model is called "policy".
+    """Return the URL of a model of --sglang-config. Without such a file the only model is called
+    "policy".
 
     Raises:
         UserError: there is no such model.
@@ -214,7 +215,8 @@ async def _run_group(
 
 @on_the_runs_loop
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> float | dict[str, Any]:
-    """The reward of one sample, from the reward function in ``args``, else from the run's."""
+    """Return the reward of one sample, from the reward function in ``args``, else from the
+    run's."""
     return await _rewarded(args, lambda rewards: rewards.score_by_flags(sample))
 
 
@@ -239,7 +241,7 @@ async def _rewarded(args: Any, score: Callable[[RewardPool], Awaitable[T]]) -> T
 def generate_sft_rollout(
     args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
-    """The supervised rollout under the rollout function contract."""
+    """Run the supervised rollout under the rollout function contract."""
     if evaluation:
         raise UserError(
             "supervised fine-tuning has no rollout for evaluation", fix="pass --eval-function-path"

@@ -58,7 +58,7 @@ def generate_preferences(
 
 
 def held_out_groups(config: Config, tokenizer: Any) -> list[Group]:
-    """The rows of ``--eval-preference-data``, except those that training would leave out.
+    """Return the rows of ``--eval-preference-data``, except those that training would leave out.
 
     Raises:
         UserError: a row cannot be encoded, or none can be used.
@@ -102,7 +102,7 @@ class EncodedAnswer:
     spans: Sequence[ImageSpan] = ()
 
     def equals(self, other: EncodedAnswer) -> bool:
-        """Whether tokens and images are the same."""
+        """Tell whether tokens and images are the same."""
         return self.sequence.tokens == other.sequence.tokens and self.images == other.images
 
 
@@ -141,8 +141,8 @@ class PreferenceEncoder:
             self._encoding.read_ahead(text for text in texts if isinstance(text, str))
 
     def encode(self, sample: Sample) -> list[Sample]:
-        """The two samples of a pair, or [] if its answers are equal; the one sample of a labelled
-        answer.
+        """Return the two samples of a pair, or [] if its answers are equal; the one sample of a
+        labelled answer.
 
         Raises:
             UserError: nothing in an answer can be trained on.

@@ -42,7 +42,7 @@ def reference_cache(config: Config, folder: Path) -> ReferenceCache | None:
 
 
 def _model_digest(config: Config) -> str:
-    """A digest of the names, sizes and times of the reference model's files, and of the
+    """Return a digest of the names, sizes and times of the reference model's files, and of the
     precision."""
     flags = config.checkpoint
     digest = xxhash.xxh3_128()
@@ -130,7 +130,7 @@ class ReferenceCache:
 
 
 def _digests(batch: TrainBatch) -> list[bytes]:
-    """The digest of each sample."""
+    """Return the digest of each sample."""
     images = {name: xxhash.xxh3_128_digest(data) for name, data in batch.images.items()}
     found = []
     for i in range(batch.num_samples):

@@ -18,7 +18,7 @@ from typing import Any
 
 Body = dict[str, Any]
 #: Give up after this many aborts in a row without a new token.
-MOST_IDLE_CUTS = 64
+MAX_IDLE_CUTS = 64
 #: SGLang's default for ``max_new_tokens``.
 _DEFAULT_NEW_TOKENS = 128
 #: Sampling parameters that allow an answer to be generated in pieces without a difference; seeded
@@ -45,7 +45,7 @@ async def answered(
     most_tokens: int | None = None,
     end_tokens: frozenset[int] = frozenset(),
 ) -> Any:
-    """The complete answer of the policy to a request, however often engines abort it.
+    """Return the complete answer of the policy to a request, however often engines abort it.
 
     Args:
         send: sends a request to an engine; returns None if the rollout ends and nothing was sent.
@@ -79,7 +79,7 @@ async def answered(
         if not is_piece:
             on_cut()
         idle = 0 if _tokens(answer) else idle + 1
-        if idle == MOST_IDLE_CUTS:
+        if idle == MAX_IDLE_CUTS:
             return whole
         rest = rest_of(body, whole)
         if rest is None:
@@ -124,7 +124,7 @@ def _first_piece(body: Body, most_tokens: int | None) -> Body:
 
 
 def _is_piece(answer: Any, request: Body, body: Body, whole: Any) -> bool:
-    """Whether the request ended because it asked for a piece, while the answer goes on."""
+    """Tell whether the request ended because it asked for a piece, while the answer goes on."""
     if request is body or not isinstance(answer, dict):
         return False
     if not isinstance(answer.get("meta_info"), dict) or _reason(answer) != "length":
@@ -134,8 +134,8 @@ def _is_piece(answer: Any, request: Body, body: Body, whole: Any) -> bool:
 
 
 def has_ended(tokens: list[int], params: Body, end_tokens: frozenset[int]) -> bool:
-    """Whether an aborted answer was in fact complete: engines check the number of tokens and aborts
-    before they check for an end token."""
+    """Tell whether an aborted answer was in fact complete: engines check the number of tokens and
+    aborts before they check for an end token."""
     stops = params.get("stop_token_ids") or ()
     return bool(tokens) and (
         tokens[-1] in stops or (tokens[-1] in end_tokens and not params.get("ignore_eos"))
@@ -145,9 +145,9 @@ def has_ended(tokens: list[int], params: Body, end_tokens: frozenset[int]) -> bo
 def completed_stop(
     tokenizer: Any, before: list[int], new: list[int], stop: str | list[str] | None
 ) -> int | None:
-    """How many of the new tokens complete a stop string that begins in the tokens before them; 0 if
-    those have a whole one, None if there is none. An engine looks for stop strings only in the
-    tokens of one request, and not at all in those of an aborted one.
+    """Return how many of the new tokens complete a stop string that begins in the tokens before
+    them; 0 if those have a whole one, None if there is none. An engine looks for stop strings only
+    in the tokens of one request, and not at all in those of an aborted one.
 
     Example (one token per character):
         >>> completed_stop(tokenizer, ids("a</"), ids("s> b"), ["</s>"])  # doctest: +SKIP
@@ -166,7 +166,7 @@ def completed_stop(
 
 
 def first_tokens(meta: Body, count: int) -> Body:
-    """The ``meta_info`` of an answer that ended after ``count`` tokens."""
+    """Return the ``meta_info`` of an answer that ended after ``count`` tokens."""
     found = meta | {name: meta[name][:count] for name in _PER_TOKEN if meta.get(name)}
     if "completion_tokens" in meta:
         found["completion_tokens"] = count
@@ -194,7 +194,7 @@ def _is_ids(ids: Any) -> bool:
 
 
 def is_cut(answer: Any) -> bool:
-    """Whether an answer of ``/generate`` or of the OpenAI endpoints, or any one in a list, was
+    """Tell whether an answer of ``/generate`` or of the OpenAI endpoints, or any one in a list, was
     aborted."""
     # answers to several prompts, or several samples
     if isinstance(answer, dict) and isinstance(answer.get("items"), list):
@@ -208,7 +208,7 @@ def is_cut(answer: Any) -> bool:
 
 
 def rest_of(body: Body, answer: Any) -> Body | None:
-    """The request for the rest of an answer; None if it must start over."""
+    """Return the request for the rest of an answer; None if it must start over."""
     ids = body.get("input_ids")
     tokens = _tokens(answer)
     if not tokens or not isinstance(ids, list) or not _is_ids(ids):
@@ -264,7 +264,7 @@ def joined(first: Any, rest: Any, tokenizer: Any = None, body: Body | None = Non
 
 
 def keeps_text(params: Body) -> bool:
-    """Whether an answer's text keeps the stop string or token that ended it."""
+    """Tell whether an answer's text keeps the stop string or token that ended it."""
     ends = (
         params.get("stop")
         or params.get("stop_token_ids")

@@ -30,7 +30,7 @@ from slime.user_code.hooks import DataSource, RolloutFnTrainOutput
 logger = get_logger(__name__)
 
 #: Maximum of consecutive rows that are left out; if all are too long, drawing would never end.
-_MOST_LEFT_OUT = 10_000
+_MAX_LEFT_OUT = 10_000
 
 
 async def data_rollout(
@@ -117,7 +117,7 @@ def draw_groups(
     num_skipped = 0
     # two epochs of rows contain a whole epoch, wherever they begin
     epoch = source.rows_per_epoch if isinstance(source, PromptSource) else None
-    max_skipped = _MOST_LEFT_OUT if epoch is None else min(_MOST_LEFT_OUT, 2 * epoch)
+    max_skipped = _MAX_LEFT_OUT if epoch is None else min(_MAX_LEFT_OUT, 2 * epoch)
     wanted = config.rollout.rollout_batch_size
     while len(groups) < wanted:
         drawn = source.get_samples(wanted - len(groups))

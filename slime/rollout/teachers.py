@@ -270,8 +270,8 @@ class TeacherPool:
         return [token + 1 if token == begins_image else token for token in tokens]
 
     def metrics(self) -> dict[str, float]:
-        """``perf/teacher_idle_ratio``, the share of time in which a teacher had no request, and
-        ``rollout/teacher_requests``, both since `begin`."""
+        """Return ``perf/teacher_idle_ratio``, the share of time in which a teacher had no request,
+        and ``rollout/teacher_requests``, both since `begin`."""
         teachers = self._teachers.values()
         if not teachers:
             return {}

@@ -321,7 +321,8 @@ class GroupRunner:
         self._returned: dict[int, tuple[weakref.ref[Sample], Trajectory]] = {}
         self._functions: dict[str, Any] = {}
 
-    def _checked(self, path: str, protocol: type) -> Any:
+    def _hook_at(self, path: str, protocol: type) -> Any:
+        """Return the user's function at ``path``, loaded and checked once."""
         if path not in self._functions:
             fn = load_function(path)
             check_signature(fn, protocol, path)
@@ -431,12 +432,12 @@ class GroupRunner:
                     self._handle_cancellation(trajectory)
                     is_over = True
                 except Exception as error:  # a failure of a sample ends here; see the module
-                    is_over = self.state.client.aborting or not self._retries(trajectory, error)
+                    is_over = self.state.client.aborting or not self._begin_retry(trajectory, error)
                     if is_over:
                         self._handle_error(trajectory, error)
         self.last_progress = time.monotonic()
 
-    def _retries(self, trajectory: Trajectory, error: Exception) -> bool:
+    def _begin_retry(self, trajectory: Trajectory, error: Exception) -> bool:
         """Prepare a retry of the stage in which users' code failed, once per trajectory; return
         False if there is none. A sandbox that did not start then does not fail the group."""
         trajectory.num_failures += 1
@@ -538,7 +539,7 @@ class GroupRunner:
 
     async def _call_generate(self, trajectory: Trajectory, override: Any) -> tuple[Any, str]:
         """Call the generate function (``override``: a plugin's, which scores as well); return its
-        result and its name."""
+        result and its name in messages."""
         sample = trajectory.samples[0]
         params = self.state.params_for(sample)
         default = getattr(self.state.args, "custom_generate_function_path", None)
@@ -546,28 +547,29 @@ class GroupRunner:
         if getattr(self.state.args, "rollout_sample_hook_path", None):
             trajectory.prompt = copy_of_prompt(sample)
         if override is not None:
-            path = "the plugin's generate_and_rm"
+            origin = "the plugin's generate_and_rm"
             fn = override
         elif path:
-            fn = self._checked(path, GenerateFunction)
-            path = named(path, "--custom-generate-function-path" if path == default else _OF_SAMPLE)
+            fn = self._hook_at(path, GenerateFunction)
+            flag = "--custom-generate-function-path" if path == default else _OF_SAMPLE
+            origin = named(path, flag)
         elif (fn := override_of("generate")) is not None:
-            path = "the plugin's generate"
+            origin = "the plugin's generate"
         else:
             return await generate(self.state.args, sample, params), "the generate function"
         # user code may leave the sample in any state if it is cancelled or returns other samples
         trajectory.prompt = copy_of_prompt(sample)
-        trajectory.function = path
+        trajectory.function = origin
         returned = fn(
             self.state.args, sample, params, **accepted(fn, {"evaluation": self.evaluation})
         )
         if not inspect.isawaitable(returned):
             raise UserError(
-                f"{path} is not async", fix="declare the generate function with 'async def'"
+                f"{origin} is not async", fix="declare the generate function with 'async def'"
             )
         try:
-            with kept(path):
-                return await run_isolated(returned, f"{path} on sample {sample.index}"), path
+            with kept(origin):
+                return await run_isolated(returned, f"{origin} on sample {sample.index}"), origin
         except RequestRefused as refused:
             if not is_too_long(refused):
                 raise
@@ -576,7 +578,7 @@ class GroupRunner:
             ids = prompt.tokens[: prompt.prompt_length] or prompt_token_ids(
                 self.state.tokenizer, prompt
             )
-            return truncated(sample, prompt, ids), path
+            return truncated(sample, prompt, ids), origin
 
     def _accept(self, trajectory: Trajectory, returned: Any, origin: str) -> None:
         """Take what a generate function returned.
@@ -626,7 +628,7 @@ class GroupRunner:
         optional = {"rollout_id": self.rollout_id, "evaluation": self.evaluation}
         for path in getattr(self.state.args, "rollout_sample_hook_path", None) or ():
             origin = named(path, "--rollout-sample-hook-path")
-            hook = self._checked(path, SampleHook)
+            hook = self._hook_at(path, SampleHook)
             trajectory.function = origin
             # each call of a sync hook has a thread, and it may keep state: one at a time
             turn = contextlib.nullcontext() if is_async(hook) else self._hooks_turn

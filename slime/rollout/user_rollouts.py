@@ -91,8 +91,8 @@ async def call_with_groups(
 
 
 def checked_metrics(metrics: Any, origin: str) -> dict[str, Any] | None:
-    """The metrics that a function gave, as Python's numbers. A value that is not finite becomes
-    NaN, and one that is no number is left out, with one warning per name.
+    """Return the metrics that a function gave, as Python's numbers. A value that is not finite
+    becomes NaN, and one that is no number is left out, with one warning per name.
 
     Raises:
         FunctionFailed: they are not a dict with text keys.

@@ -37,7 +37,7 @@ _CERTAIN = 16
 
 
 def samples_of(returned: Any, origin: str) -> list[Sample]:
-    """The samples that a generate function returned: one, or a list.
+    """Return the samples that a generate function returned: one, or a list.
 
     Raises:
         UserError: ``returned`` is something else, or an empty list.

@@ -45,7 +45,7 @@ from slime.prompts.prepare import (
     positions_to_check,
     scan_rows,
 )
-from slime.prompts.problems import NEVER, Problems, RowProblem
+from slime.prompts.problems import Problems, RowProblem, remark
 from slime.prompts.readers import Row, Rows, iter_rows, open_rows, split_slice
 from slime.prompts.reference_masks import mask_difference
 from slime.prompts.row_format import Prompt, left_out
@@ -63,7 +63,7 @@ from slime.user_code.loading import shown
 logger = get_logger(__name__)
 
 #: Number of conversations whose masks are compared with another rule for loss masks.
-_MOST_COMPARED = 100
+_MAX_COMPARED = 100
 #: Rows that the process beside a run checks between two reports.
 _REPORTED_ROWS = 2_000
 
@@ -84,7 +84,7 @@ class DataInput(NamedTuple):
 
 
 def data_inputs(config: Config) -> Iterator[DataInput]:
-    """The data sets whose rows this run reads itself."""
+    """Yield the data sets whose rows this run reads itself."""
     data = config.data
     checker = functools.partial(prompt_checker, config)
     if data.rollout_global_dataset and data.prompt_data and not data.data_source_path:
@@ -271,7 +271,7 @@ class _FirstRows:
 
 
 def data_judge(config: Config, tokenizer: Any) -> RowJudge | None:
-    """The check of rows whose answers are trained on; None if no answers are."""
+    """Return the check of rows whose answers are trained on; None if no answers are."""
     if config.algorithm.preference is not None:
         return PreferenceJudge(config, tokenizer)
     return SftJudge(config, tokenizer) if config.algorithm.trains_on_data else None
@@ -287,7 +287,7 @@ class SftJudge:
         # the reference system's rule for loss masks, with which ours are compared
         self._rule = compared_rule(config)
         self._tokenizer = tokenizer
-        self._to_compare = _MOST_COMPARED if self._rule else 0
+        self._to_compare = _MAX_COMPARED if self._rule else 0
         self._unknown = UnknownTokens(tokenizer, vocab_size_of_run(config))
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[list[RowProblem]]:
@@ -330,11 +330,10 @@ class SftJudge:
         )
         if difference:
             kind = f"have other loss masks than --loss-mask-type {self._rule} gives them"
-            yield RowProblem(
+            yield remark(
                 kind,
                 difference,
                 f"leave the flag out; why: {doc_url('conversations.md#what-is-trained')}",
-                refuse_at=NEVER,
             )
 
 
@@ -392,11 +391,8 @@ def _unread_label(label: Any) -> RowProblem:
     fix = (
         "leave --label-key out, or remove the answers that labels replace and write labels as text"
     )
-    return RowProblem(
-        f"have labels that are not trained, because {why}",
-        f"the first is {shown(label, 80)}",
-        fix,
-        refuse_at=NEVER,
+    return remark(
+        f"have labels that are not trained, because {why}", f"the first is {shown(label, 80)}", fix
     )
 
 
@@ -408,7 +404,7 @@ def _untrainable(error: UserError) -> RowProblem:
 
 
 def _lengths(encoded: Encoded) -> list[tuple[int, int]]:
-    """(tokens, tokens before the first trained one) of each sequence."""
+    """Return (tokens, tokens before the first trained one) of each sequence."""
     return [(len(one.tokens), one.prompt_length) for one in encoded.sequences]
 
 
@@ -447,46 +443,46 @@ class _LengthCheck:
                 "on as they are"
             )
             fix = f"--seq-length {self._context} leaves them out"
-            yield RowProblem(kind, f"the first has {longest}", fix, refuse_at=NEVER)
+            yield remark(kind, f"the first has {longest}", fix)
 
 
 def _remarks(encoded: Encoded) -> Iterator[RowProblem]:
-    """Ways in which training on a row may differ from what the user expects."""
+    """Yield the ways in which training on a row may differ from what the user expects."""
     if len(encoded.sequences) > 1:
         kind = (
             "hold conversations whose earlier turns the chat template rewrites, and become "
             "several samples each"
         )
-        yield RowProblem(kind, f"the first becomes {len(encoded.sequences)}", refuse_at=NEVER)
+        yield remark(kind, f"the first becomes {len(encoded.sequences)}")
     if encoded.lost_reasoning:
         kind = "have reasoning that the chat template does not write, and are trained without it"
-        yield RowProblem(kind, fix=encoded.reasoning_fix, refuse_at=NEVER)
+        yield remark(kind, fix=encoded.reasoning_fix)
     if encoded.without_reasoning:
         kind = (
             "have answers without the reasoning that the generation prompt opens, and are trained "
             "without its mark"
         )
-        yield RowProblem(kind, refuse_at=NEVER)
+        yield remark(kind)
     if encoded.control_tokens:
         kind = (
             "hold special tokens of the tokenizer in their words, which are read as control tokens"
         )
-        yield RowProblem(kind, fix="remove them if they are meant as text", refuse_at=NEVER)
+        yield remark(kind, fix="remove them if they are meant as text")
     if encoded.unanswered:
         kind = "end with a message that nobody answers, which is left out"
         fix = "give it an answer, or remove it"
-        yield RowProblem(kind, "training ends with the last answer", fix, refuse_at=NEVER)
+        yield remark(kind, "training ends with the last answer", fix)
     if encoded.lost_indentation:
         kind = (
             "have answers whose indentation in the first line the chat template takes away, and "
             "are trained without it"
         )
         fix = "begin such answers with a word or a line of ```"
-        yield RowProblem(kind, fix=fix, refuse_at=NEVER)
+        yield remark(kind, fix=fix)
     yield from left_out(encoded.left_out_roles, encoded.left_out_tools)
     if encoded.unended is not None:
         kind = "do not teach the model to end its answers"
-        yield RowProblem(kind, encoded.unended.what, encoded.unended.fix, refuse_at=NEVER)
+        yield remark(kind, encoded.unended.what, encoded.unended.fix)
 
 
 # -- the rest of large data sets -------------------------------------------------------------------

@@ -426,7 +426,7 @@ def _rows(data: Any) -> Any:
 
 
 def _is_table(data: Any) -> bool:
-    """Whether it is a `datasets.Dataset` whose columns are all that its rows have."""
+    """Tell whether it is a `datasets.Dataset` whose columns are all that its rows have."""
     datasets = sys.modules.get("datasets")
     is_dataset = datasets is not None and isinstance(data, datasets.Dataset)
     return is_dataset and data.format["type"] != "custom"

@@ -44,6 +44,7 @@ from slime.config.teachers import BASE, SELF, engine_teachers
 from slime.engines.kinds import engine_of
 from slime.engines.model_groups import idle_options
 from slime.errors import UserError
+from slime.http_access import host_in_url
 from slime.hub import fetch_model, is_hub_name, local_data
 from slime.log import get_logger
 from slime.memory.hardware import gpu_majors
@@ -895,7 +896,7 @@ def _is_gcs(host: str, port: int) -> bool:
             return True
     import grpc
 
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = f"{host_in_url(host)}:{port}"
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
             channel.unary_unary(_CHECK_ALIVE)(b"", timeout=max(0.1, end - time.monotonic()))

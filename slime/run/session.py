@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from slime import deadlines
 from slime.checkpoints.directory import newest_whole
+from slime.checkpoints.load_plan import loads_from_save
 from slime.cluster.ray_session import dead_daemons, is_ray_starting
 from slime.cluster.rollout_actor import Generating, RolloutResult, log_warnings
 from slime.cluster.run_cluster import Cluster
@@ -51,7 +52,7 @@ from slime.samples.types import ANY_VERSION
 logger = get_logger(__name__)
 
 #: Warnings in the last lines of a run; the report has all warnings.
-_MOST_WARNINGS = 2
+_MAX_WARNINGS = 2
 
 
 class _BackgroundEvaluation(NamedTuple):
@@ -84,7 +85,7 @@ class Session:
     def _set_up(self) -> None:
         config = self.config
         flags = config.checkpoint
-        is_rewound = flags.ckpt_step is not None and _loads_from_save(config)
+        is_rewound = flags.ckpt_step is not None and loads_from_save(config)
         if not self._resuming or is_rewound:  # the journal does not fit
             shutil.rmtree(self.run.journal, ignore_errors=True)
         setup_logging("driver", config.observe.log_level, self.run.path / "logs")
@@ -109,7 +110,7 @@ class Session:
         self._last_trained: int | None = None
         self._unlogged_metrics: dict[str, float] = {}
         self._background_evaluation: _BackgroundEvaluation | None = None
-        self._restarts = 0
+        self._num_restarts = 0
         self._is_restarting = False
         self._state = "failed"
         self._was_launched = False
@@ -133,9 +134,7 @@ class Session:
         self.run.set_state("launched")
         self._was_launched = True
         schedule = self.schedule
-        schedule.begin(launch.start_rollout_id, launch.num_prompts)
-        if self.config.rollout.num_rollout is None:
-            self.cluster.set_run_length(schedule.num_rollout)
+        self._begin_schedule(launch.start_rollout_id, launch.num_prompts)
         saved = launch.saved_metrics if self._resuming else {}
         total = sum(launch.seconds.values())
         self.sinks.begin(schedule.start_rollout_id, schedule.num_rollout, total, saved)
@@ -163,6 +162,11 @@ class Session:
         self.saving.begin()
         self.profiling.step_begins(self.step)
         self._remaining_rows = RemainingRows(self.config, lambda line: logger.warning("%s", line))
+
+    def _begin_schedule(self, start_rollout_id: int, num_prompts: int) -> None:
+        self.schedule.begin(start_rollout_id, num_prompts)
+        if self.config.rollout.num_rollout is None:  # the schedule derives it from the prompts
+            self.cluster.set_run_length(self.schedule.num_rollout)
 
     def close(self) -> None:
         """End all processes, record how the run ended and write its report, within 15 seconds."""
@@ -194,7 +198,13 @@ class Session:
             self.schedule.start_rollout_id if self._last_trained is None else self._last_trained + 1
         )
 
+    @property
+    def _has_trained(self) -> bool:
+        """Whether this launch trained a step, even if a restart has dropped it."""
+        return self._last_trained is not None or self._num_restarts > 0
+
     def log(self, metrics: dict[str, float]) -> None:
+        """Log the metrics of the step that has ended, and an evaluation that has."""
         if metrics:
             metrics |= self.cluster.pop_metrics() | of_this_host()
             self.sinks.log(self.step, metrics)
@@ -280,7 +290,7 @@ class Session:
         Each true result counts as one restart.
         """
         most = self.config.fault_tolerance.max_restarts
-        if not self.cluster.is_loss_of_trainers(error) or self._restarts >= most:
+        if not self.cluster.is_loss_of_trainers(error) or self._num_restarts >= most:
             return False
         if dead := dead_daemons():
             logger.error(
@@ -291,9 +301,11 @@ class Session:
         logger.error("%s", error)
         if self.signals.requested():  # the same signal may have killed the ranks
             raise StopRequested("a trainer died as the run was to stop") from error
-        self._restarts += 1
+        self._num_restarts += 1
         logger.warning(
-            "the trainer is started again, %d of %d times (--max-restarts)", self._restarts, most
+            "the trainer is started again, %d of %d times (--max-restarts)",
+            self._num_restarts,
+            most,
         )
         return True
 
@@ -312,10 +324,8 @@ class Session:
             start = self.cluster.restart_trainers(self.staleness.version)
         schedule = self.schedule
         first = start.start_rollout_id
-        schedule.begin(first, schedule.num_prompts)
+        self._begin_schedule(first, schedule.num_prompts)
         self._pushes.begin(first, start.extra_state.get("lineages", {}))
-        if self.config.rollout.num_rollout is None:
-            self.cluster.set_run_length(schedule.num_rollout)
         saved = start.extra_state.get("metrics")
         # an evaluation of a step that is repeated is dropped with its metrics
         self.finish_evaluation()
@@ -417,7 +427,8 @@ class Session:
         self.run.set_state("stopped")
 
     def _report_forced_exit(self, error: BaseException) -> None:
-        """Called by the monitor thread when the main thread is stuck in a call."""
+        """Report how the run ends; the monitor thread calls this if the main thread is stuck in a
+        call."""
         folder = self.run.write_crash(error, note=f"phase: {self.sinks.open_phase}")
         where = f"details: {folder}; every process's log: {self.run.logs}"
         lines = [str(error), where, self._weights_note(), self.saving.resume_hint()]
@@ -450,8 +461,7 @@ class Session:
 
             keep_failed_step(error, folder, self.config, lambda: self.cluster.failed_step())
         self.saving.wait_for_async_save(self.signals)
-        has_trained = self._last_trained is not None or self._restarts > 0
-        has_steps = has_trained or self.schedule.start_rollout_id > 0
+        has_steps = self._has_trained or self.schedule.start_rollout_id > 0
         if has_steps and (resume_hint := self.saving.resume_hint()):
             error.add_note(resume_hint)
         where = f"details: {folder or 'not written, see above'}; report: {self.run.report_path}"
@@ -475,18 +485,17 @@ class Session:
         length = self.schedule.num_rollout
         saving = self.saving
         flags = self.config.checkpoint
-        stands = f", {self.step} of {length} steps" if length else ""
+        progress = f", {self.step} of {length} steps" if length else ""
         if self._is_restarting:
-            stands = ", as the trainer was started again"
-        lines = [f"{name}{self._state}{stands}"]
-        has_trained = self._last_trained is not None or self._restarts > 0
-        if (has_trained or saving.model) and not self.config.debug.debug_rollout_only:
+            progress = ", as the trainer was started again"
+        lines = [f"{name}{self._state}{progress}"]
+        if (self._has_trained or saving.model) and not self.config.debug.debug_rollout_only:
             newest = saving.newest()
             lines += [f"  model: {saving.model}"] if saving.model else []
             lines += [f"  checkpoint: {newest}"] if newest else []
             if not (flags.save or flags.save_hf):
                 lines.append("  model: not kept (--no-save)")
-        lines += [f"  {line}" for line in self.sinks.closing_lines(_MOST_WARNINGS)]
+        lines += [f"  {line}" for line in self.sinks.closing_lines(_MAX_WARNINGS)]
         if self.run.report_path.exists():  # not if somebody removed the folder
             lines.append(f"  report: {self.run.report_path}")
         if self._state == "stopped" and saving.newest():
@@ -528,7 +537,7 @@ def open_session(config: Config, *, resuming: bool = False) -> Iterator[Session]
         logger.warning("%s; try %s (slime doctor tells more)", finding.detail, finding.advice[0])
     with tolerant_output(), StopSignals() as signals:
         session = Session(
-            config, signals, resuming=resuming or plan.is_resume or _loads_from_save(config)
+            config, signals, resuming=resuming or plan.is_resume or loads_from_save(config)
         )
         try:
             try:
@@ -557,11 +566,3 @@ def open_session(config: Config, *, resuming: bool = False) -> Iterator[Session]
             session.close()
             session.print_summary()
         signals.end_if_asked()
-
-
-def _loads_from_save(config: Config) -> bool:
-    # the same command is repeated until the run is done, whether or not something was saved yet
-    flags = config.checkpoint
-    if flags.load is None or flags.save is None:
-        return False
-    return Path(flags.load).resolve() == Path(flags.save).resolve()

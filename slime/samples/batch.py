@@ -156,7 +156,8 @@ class _Joined:
     shapes: list[tuple[int, ...]]
 
     def parts(self) -> list[torch.Tensor]:
-        """The original tensors, as views of one copy, because arrays from Ray are read-only."""
+        """Return the original tensors, as views of one copy, because arrays from Ray are
+        read-only."""
         import torch
 
         sizes = [math.prod(shape) for shape in self.shapes]

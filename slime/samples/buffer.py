@@ -17,14 +17,14 @@ Select = Callable[[Any, int | None, list[list[Sample]], int], list[list[Sample]]
 def pop_first(
     args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int
 ) -> list[list[Sample]]:
-    """The default ``--buffer-filter-path``: the oldest groups first."""
+    """Take the oldest groups first; the default ``--buffer-filter-path``."""
     taken = buffer[:num_samples]
     del buffer[: len(taken)]
     return taken
 
 
 def _identity(group: list[Sample]) -> tuple[Any, ...]:
-    """The indices of a group and of its samples."""
+    """Return the indices of a group and of its samples."""
     return (
         *(getattr(sample, "group_index", None) for sample in group[:1]),
         *(getattr(sample, "index", None) for sample in group),

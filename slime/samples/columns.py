@@ -124,8 +124,8 @@ class Columns:
     media: list[list[Media]] = field(default_factory=list)
 
     def rollout_mask_sums(self) -> list[float]:
-        """Per sample the trained tokens of its whole trajectory, at least 1: the denominator of the
-        default loss.
+        """Return per sample the trained tokens of its whole trajectory, at least 1: the denominator
+        of the default loss.
 
         Summed before packing, because the samples of one trajectory may go into different
         micro-batches.
@@ -136,8 +136,8 @@ class Columns:
         return [float(max(sums[trajectory], 1)) for trajectory in self.trajectory_ids]
 
     def group_mask_means(self) -> list[float]:
-        """Per sample the mean of the trained tokens of its group's trajectories; 1 for a group
-        without any.
+        """Return per sample the mean of the trained tokens of its group's trajectories; 1 for a
+        group without any.
 
         As the denominator of the loss it weights all tokens of a group equally, and each group by
         its number of trajectories.
@@ -151,7 +151,7 @@ class Columns:
 
 
 def columns_from_samples(trainable: Trainable, config: Config, args: Any) -> Columns:
-    """The default conversion."""
+    """Convert samples to columns, as without a converter of the user."""
     samples = trainable.samples
     raw_rewards, rewards = _rewards(trainable, config, args)
     described = described_columns(trainable)
@@ -173,7 +173,7 @@ def columns_from_samples(trainable: Trainable, config: Config, args: Any) -> Col
 
 
 def _media(samples: list[Sample]) -> list[list[Media]]:
-    """The images of each sample; [] if none has any.
+    """Return the images of each sample; [] if none has any.
 
     Raises:
         UserError: a sample has images without spans for all of them.
@@ -214,8 +214,8 @@ def _mask(sample: Sample) -> list[int]:
 
 
 def _optional(samples: list[Sample], masks: list[list[int]], name: str) -> list[Any] | None:
-    """The field of every sample if any has it. A sample that trains no token may lack it: its
-    per-token numbers become zeros, its payload is empty.
+    """Return the field of every sample if any has it. A sample that trains no token may lack it:
+    its per-token numbers become zeros, its payload is empty.
 
     Raises:
         UserError: some samples that are trained on have the field and some do not.
@@ -245,7 +245,7 @@ def _optional(samples: list[Sample], masks: list[list[int]], name: str) -> list[
 
 
 def _rewards(trainable: Trainable, config: Config, args: Any) -> tuple[list[float], list[float]]:
-    """(raw, post-processed) rewards."""
+    """Return (raw, post-processed) rewards."""
     samples = trainable.samples
     if config.algorithm.loss_type == "sft_loss":
         zeros = [0.0] * len(samples)
@@ -275,7 +275,7 @@ def _rewards(trainable: Trainable, config: Config, args: Any) -> tuple[list[floa
 
 
 def _raw_reward(sample: Sample, reward: float) -> float:
-    """The raw reward to log: ``metadata["raw_reward"]`` if user code has set it."""
+    """Return the raw reward to log: ``metadata["raw_reward"]`` if user code has set it."""
     raw = sample.metadata.get("raw_reward")
     role = f'metadata["raw_reward"] of sample {sample.index}'
     return reward if raw is None else reward_number(raw, "a function of yours", role)

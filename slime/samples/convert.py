@@ -119,7 +119,7 @@ def to_batches_of_roles(
 
 
 def _teachers(columns: Columns, trainable: Trainable, config: Config) -> list[str]:
-    """The name of each sample's teacher. If a converter changed the number of samples, their
+    """Return the name of each sample's teacher. If a converter changed the number of samples, their
     metadata are lost, and all get the default teacher.
 
     Raises:
@@ -199,7 +199,7 @@ def _teacher_media_problem(
     prompt: list[int],
     vision: VisionSpec,
 ) -> str:
-    """The problem of the images in a teacher's prompt; "" if there is none."""
+    """Return the problem of the images in a teacher's prompt; "" if there is none."""
     start = len(tokens) - response_length
     wanted = len(placeholder_runs(prompt, vision))
     own = sum(one.span.start < start for one in media)
@@ -211,7 +211,7 @@ def _teacher_media_problem(
 
 
 def _images_of(media: Sequence[Sequence[Media]]) -> dict[str, bytes]:
-    """The bytes of each image.
+    """Return the bytes of each image.
 
     Raises:
         UserError: a file no longer exists.
@@ -473,5 +473,6 @@ def _check_log_probs(shard: TrainBatch, args: Any) -> None:
 
 
 def _tensor(values: Any, dtype: Any) -> torch.Tensor:
-    """A tensor with its own memory. NumPy reads Python lists several times faster than torch."""
+    """Return a tensor with its own memory. NumPy reads Python lists several times faster than
+    torch."""
     return torch.from_numpy(np.array(values, dtype=dtype))

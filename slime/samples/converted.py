@@ -28,7 +28,7 @@ _OUR_NAMES = {ours: theirs for theirs, ours in _HOOK_NAMES.items()}
 def columns_from_hook(
     result: Any, trainable: Trainable, origin: str, vocab_size: int | None = None
 ) -> Columns:
-    """Columns from the return value of a user's converter.
+    """Make columns from the return value of a user's converter.
 
     Masks, indices, groups and metadata that it left out are those of the samples. If the number of
     entries differs from the number of samples, every response token is trained and every entry is a
@@ -105,7 +105,7 @@ def _check_padding(columns: Columns, trainable: Trainable, origin: str) -> None:
 
 
 def _columns(result: Any, origin: str) -> dict[str, list[Any]]:
-    """The returned dict under our names, without columns that are None."""
+    """Return the returned dict under our names, without columns that are None."""
     names = f"the names are those of slime.user_code.hooks.ConvertSamples: {doc_url('hooks.md')}"
     if not isinstance(result, dict):
         fix = f"return a dict of lists, one entry per sample in each; {names}"

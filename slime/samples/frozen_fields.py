@@ -147,7 +147,7 @@ def _check_settable(sample: Any, before: Sequence[Any], origin: str, keeps_rewar
 
 
 def _copy(value: Any) -> Any:
-    """A copy of a frozen field's value, to detect changes and restore it."""
+    """Return a copy of a frozen field's value, to detect changes and restore it."""
     if type(value) is not list:
         return value
     if value and isinstance(value[0], (int, float)):

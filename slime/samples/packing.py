@@ -122,7 +122,7 @@ def _plan_trajectories(
     costs: Sequence[float],
     images: Sequence[Hashable] | None,
 ) -> PackingPlan:
-    """The plan for whole trajectories, with each replaced by its samples."""
+    """Return the plan for whole trajectories, with each replaced by its samples."""
     members = list(_members(trajectory_ids).values())
     plan = plan_steps(
         [sum(lengths[i] for i in unit) for unit in members],
@@ -181,8 +181,8 @@ def with_scored(plan: PackingPlan, scored: PackingPlan, positions: Sequence[int]
 
 
 def split_steps(trajectory_ids: Sequence[int], global_batch_size: int) -> list[list[int]]:
-    """Positions per step: trajectories in first-seen order, spread evenly over the nearest whole
-    number of steps.
+    """Return the positions per step: trajectories in first-seen order, spread evenly over the
+    nearest whole number of steps.
 
     Example (7 trajectories of which one has two samples, 3 a step: 2 steps of 4 and 3):
         >>> split_steps([0, 0, 1, 2, 3, 4, 5, 6], 3)
@@ -197,7 +197,7 @@ def split_steps(trajectory_ids: Sequence[int], global_batch_size: int) -> list[l
 
 
 def _members(trajectory_ids: Sequence[int]) -> dict[int, list[int]]:
-    """The positions of each trajectory's samples."""
+    """Return the positions of each trajectory's samples."""
     members: dict[int, list[int]] = {}
     for position, trajectory in enumerate(trajectory_ids):
         members.setdefault(trajectory, []).append(position)
@@ -208,7 +208,7 @@ T = TypeVar("T")
 
 
 def _even_chunks(items: list[T], count: int) -> list[list[T]]:
-    """``count`` contiguous chunks whose sizes differ by at most one, longer ones first."""
+    """Return ``count`` contiguous chunks whose sizes differ by at most one, longer ones first."""
     size, extra = divmod(len(items), count)
     bounds = [index * size + min(index, extra) for index in range(count + 1)]
     return [items[a:b] for a, b in itertools.pairwise(bounds)]
@@ -221,8 +221,8 @@ def pack_micro_batches(
     rules: PackingRules,
     images: Sequence[Hashable] | None = None,
 ) -> list[list[int]]:
-    """The micro-batches of one step over all ranks: as few as the cap allows, rounded up for the
-    layout.
+    """Return the micro-batches of one step over all ranks: as few as the cap allows, rounded up for
+    the layout.
 
     The count is a multiple of ``data_parallel_size × micro_batch_multiple``; surplus micro-batches
     stay empty. With ``balance`` they are filled evenly (largest cost first into the least filled,
@@ -259,8 +259,8 @@ def pack_micro_batches(
 def assign_ranks(
     bins: list[list[int]], costs: Sequence[float], rules: PackingRules
 ) -> list[list[list[int]]]:
-    """Micro-batches per rank, the same number for each; balanced, or rank r gets r, r + dp, r + 2
-    dp, …"""
+    """Return the micro-batches per rank, the same number for each; balanced, or rank r gets r, r +
+    dp, r + 2 dp, …"""
     size = rules.data_parallel_size
     if not rules.balance:
         return [bins[rank::size] for rank in range(size)]

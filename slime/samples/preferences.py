@@ -38,5 +38,5 @@ def check_preferences(
 
 
 def mismatched_positions(rewards: Sequence[float]) -> list[int]:
-    """Positions of the samples that are only scored."""
+    """Return the positions of the samples that are only scored."""
     return [position for position, reward in enumerate(rewards) if reward == MISMATCHED]

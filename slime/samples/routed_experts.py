@@ -23,8 +23,8 @@ UNKNOWN = -1
 
 
 def experts_problem(experts: Any, num_tokens: int) -> str:
-    """The problem of experts that user code has set for a sample of ``num_tokens``; "" if there is
-    none."""
+    """Name the problem of experts that user code has set for a sample of ``num_tokens``; "" if
+    there is none."""
     import numpy as np
 
     if experts is None:

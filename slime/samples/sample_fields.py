@@ -176,7 +176,7 @@ FROZEN = tuple(name for name, field in FIELDS.items() if field.is_frozen)
 
 
 def kind_problem(sample: Any) -> tuple[str, str] | None:
-    """The first field with an invalid value, and the fix; None if all are valid.
+    """Return the first field with an invalid value, and the fix; None if all are valid.
 
     In per-token fields, arrays, tensors and tuples become lists; NumPy integers become Python's,
     and entries of ``weight_versions`` text.
@@ -247,7 +247,8 @@ def as_list(values: Any) -> Any:
 
 
 def numbers_in(values: Any) -> np.ndarray | None:
-    """``values`` as a flat array of numbers, also if empty; None if they are something else."""
+    """Return ``values`` as a flat array of numbers, also if empty; None if they are something
+    else."""
     try:
         found = np.asarray(values)
     # ragged, or a tensor elsewhere or in bfloat16
@@ -259,7 +260,7 @@ def numbers_in(values: Any) -> np.ndarray | None:
 
 
 def token_problem(tokens: Any, vocab_size: int | None) -> str:
-    """The problem of token ids; "" if there is none.
+    """Return the problem of token ids; "" if there is none.
 
     Args:
         vocab_size: the model's; None if unknown.
@@ -284,7 +285,7 @@ def token_problem(tokens: Any, vocab_size: int | None) -> str:
 
 
 def number_problem(name: str, values: Any) -> str:
-    """The problem of the values of a per-token field; "" if there is none, or ``values`` is
+    """Return the problem of the values of a per-token field; "" if there is none, or ``values`` is
     None."""
     if values is None or _are_plain(name, values):
         return ""
@@ -312,8 +313,8 @@ def number_problem(name: str, values: Any) -> str:
 
 
 def packed_ids(tokens: Any) -> np.ndarray | None:
-    """A list of Python ints as an array; None for anything else, such as a list with bools or NumPy
-    integers."""
+    """Return a list of Python ints as an array; None for anything else, such as a list with bools
+    or NumPy integers."""
     packed = _packed(tokens, "q", int)
     # the sum does not reveal bools, which equal 0 or 1
     if packed is None or (packed.size and packed.min() <= 1 and set(map(type, tokens)) != {int}):
@@ -339,7 +340,8 @@ def _packed(values: Any, code: str, kind: type) -> np.ndarray | None:
 
 
 def _are_plain(name: str, values: Any) -> bool:
-    """Whether a list is certainly valid, by tests several times faster than NumPy's conversion."""
+    """Tell whether a list is certainly valid, by tests several times faster than NumPy's
+    conversion."""
     if type(values) is not list:
         return False
     if name == "loss_mask":
@@ -353,8 +355,8 @@ def _are_plain(name: str, values: Any) -> bool:
 
 
 def unpicklable(samples: Iterable[Any]) -> str:
-    """The first field of a sample, or key of a dict in it, that cannot be pickled; "" if there is
-    none."""
+    """Return the first field of a sample, or key of a dict in it, that cannot be pickled; "" if
+    there is none."""
     for sample in samples:
         for name, value in vars(sample).items():
             parts = {name: value}
@@ -378,8 +380,8 @@ LARGEST_REWARD = 1e18
 
 
 def reward_number(value: Any, origin: str, role: str, why: str = "") -> float:
-    """``value`` as a finite float: Python's, NumPy's and torch's numbers (also an array of one),
-    bools, decimals.
+    """Return ``value`` as a finite float: Python's, NumPy's and torch's numbers (also an array of
+    one), bools, decimals.
 
     Args:
         origin: the function that returned it, in messages (`slime.user_code.loading.named`).
@@ -417,14 +419,14 @@ def reward_number(value: Any, origin: str, role: str, why: str = "") -> float:
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is one number of Python, NumPy or torch."""
+    """Tell whether ``value`` is one number of Python, NumPy or torch."""
     return isinstance(value, numbers.Number) or (
         hasattr(value, "item") and getattr(value, "shape", None) == ()
     )
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a number is finite as a float."""
+    """Tell whether a number is finite as a float."""
     try:
         return math.isfinite(float(value))
     # too large, complex, a signalling NaN

@@ -84,7 +84,7 @@ def sampling_log_probs(within: Sequence[float | None], count: int) -> list[float
 
 
 def mask_rows(ids: Any, offsets: Any) -> list[list[int]] | None:
-    """A mask in the engine's form: a list for each token; None without a mask.
+    """Return a mask in the engine's form: a list for each token; None without a mask.
 
     Example:
         >>> import numpy as np
@@ -97,8 +97,8 @@ def mask_rows(ids: Any, offsets: Any) -> list[list[int]] | None:
 
 
 def foreign_token(ids: Any, offsets: Any, response: Sequence[int]) -> int | None:
-    """The position of the first response token that is not in its own sampling mask; None if there
-    is none.
+    """Return the position of the first response token that is not in its own sampling mask; None if
+    there is none.
 
     Args:
         ids, offsets: a mask without `mask_problem`.
@@ -118,12 +118,12 @@ def foreign_token(ids: Any, offsets: Any, response: Sequence[int]) -> int | None
 
 
 def mask_ids_problem(ids: Any, num_tokens: int) -> str:
-    """The problem of token ids that user code has set; "" if there is none."""
+    """Return the problem of token ids that user code has set; "" if there is none."""
     return _problem(ids)
 
 
 def mask_offsets_problem(offsets: Any, num_tokens: int) -> str:
-    """The problem of offsets for a sample of ``num_tokens``; "" if there is none."""
+    """Return the problem of offsets for a sample of ``num_tokens``; "" if there is none."""
     import numpy as np
 
     if problem := _problem(offsets):
@@ -137,7 +137,7 @@ def mask_offsets_problem(offsets: Any, num_tokens: int) -> str:
 
 
 def mask_problem(ids: Any, offsets: Any, response_length: int) -> str:
-    """The problem of a sample's mask as a whole; "" if there is none."""
+    """Return the problem of a sample's mask as a whole; "" if there is none."""
     if ids is None and offsets is None:
         return ""
     if ids is None or offsets is None:

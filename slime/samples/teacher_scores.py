@@ -29,7 +29,7 @@ def pack_top_tokens(rows: Sequence[Sequence[tuple[float, int]]]) -> np.ndarray:
 
 
 def prompt_problem(prompt: Any, num_tokens: int) -> str:
-    """The problem of a teacher's prompt; "" if there is none, or ``prompt`` is None."""
+    """Return the problem of a teacher's prompt; "" if there is none, or ``prompt`` is None."""
     if prompt is None:
         return ""
     if not len(prompt):
@@ -39,7 +39,8 @@ def prompt_problem(prompt: Any, num_tokens: int) -> str:
 
 
 def top_tokens_problem(values: Any, num_tokens: int) -> str:
-    """The problem of the most likely tokens of a sample of ``num_tokens``; "" if there is none."""
+    """Return the problem of the most likely tokens of a sample of ``num_tokens``; "" if there is
+    none."""
     if values is None:
         return ""
     shape = np.shape(values)

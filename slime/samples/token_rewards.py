@@ -75,8 +75,8 @@ def is_reward_list(reward: Any) -> bool:
 
 
 def token_rewards_problem(rewards: Any, num_tokens: int) -> str:
-    """The problem of rewards that user code has set for a sample of ``num_tokens``; "" if there is
-    none."""
+    """Return the problem of rewards that user code has set for a sample of ``num_tokens``; "" if
+    there is none."""
     if rewards is None:
         return ""
     if not isinstance(rewards, list) or len(rewards) > num_tokens:

@@ -217,7 +217,7 @@ class Sample:
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     def get_reward_value(self, args: Any) -> float:
-        """The reward as a number; a dict reward is looked up under ``args.reward_key``."""
+        """Return the reward as a number; a dict reward is looked up under ``args.reward_key``."""
         origin = "a function of yours"
         if self.reward is None:
             raise UserError(
@@ -239,7 +239,7 @@ class Sample:
         return reward_number(self.reward[key], origin, role)
 
     def token_versions(self) -> tuple[int, ...]:
-        """The distinct weight versions of its tokens, sorted; () if none is known."""
+        """Return the distinct weight versions of its tokens, sorted; () if none is known."""
         return tuple(
             sorted({v for span in self.token_spans if (v := span.weight_version) is not None})
         )
@@ -485,13 +485,13 @@ class Group:
         return len(self.trajectories)
 
     def weight_versions(self) -> set[int]:
-        """Weight versions of all tokens that have one."""
+        """Return the weight versions of all tokens that have one."""
         return {version for sample in self.samples for version in sample.token_versions()}
 
 
 def groups_from_nested(nested: list[Any], origin: str = "the rollout function") -> list[Group]:
-    """Groups from ``list[group][Sample]`` or, with fan-out, ``list[group][trajectory][Sample]``
-    (Groups pass through).
+    """Make groups from ``list[group][Sample]`` or, with fan-out,
+    ``list[group][trajectory][Sample]`` (Groups pass through).
 
     Samples of one group that share a ``rollout_id`` are one trajectory; in the three-level form
     they must have one.
@@ -578,7 +578,7 @@ class VersionWindow(NamedTuple):
         return allowed
 
     def stale_among(self, versions: Iterable[int]) -> int | None:
-        """The oldest stale one of ``versions``; None if none is stale."""
+        """Return the oldest stale one of ``versions``; None if none is stale."""
         return min((v for v in versions if v < self.oldest or v in self.stale), default=None)
 
 

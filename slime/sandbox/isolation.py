@@ -140,7 +140,7 @@ def tasks_of(uid: int) -> int:
 
 
 def counts_by_namespace() -> bool:
-    """Whether the kernel counts a user's processes per user namespace (Linux 5.14)."""
+    """Tell whether the kernel counts a user's processes per user namespace (Linux 5.14)."""
     major, minor = platform.release().split(".")[:2]
     return (int(major), int("".join(filter(str.isdigit, minor)) or 0)) >= (5, 14)
 
@@ -258,7 +258,7 @@ def _show(root: str, path: str, shown: list[str]) -> None:
 
 
 def is_below(path: str, folder: str) -> bool:
-    """Whether ``path`` is ``folder`` or lies in it."""
+    """Tell whether ``path`` is ``folder`` or lies in it."""
     return os.path.commonpath((path, folder)) == folder
 
 

@@ -28,7 +28,7 @@ if __name__ == "__main__":  # slime/__init__.py needs packages that this script 
 from slime.processes import tree
 from slime.sandbox import isolation
 
-_MOST_NAMED = 20
+_MAX_NAMED = 20
 
 
 def main() -> None:
@@ -85,8 +85,8 @@ def _named(group: int) -> list[str]:
             if words and os.getpgid(pid) != group:  # an ended process has an empty command line
                 found.append(f"{pid} ({words[:80]})")
     return [
-        *found[:_MOST_NAMED],
-        *([f"{len(found) - _MOST_NAMED} more"] if len(found) > _MOST_NAMED else []),
+        *found[:_MAX_NAMED],
+        *([f"{len(found) - _MAX_NAMED} more"] if len(found) > _MAX_NAMED else []),
     ]
 
 

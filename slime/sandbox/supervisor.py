@@ -145,7 +145,7 @@ class Supervisor:
         return "cpu" if self.reported.get("status") == -signal.SIGXCPU else ""
 
     def _has_ended(self, pid: int) -> bool:
-        """Whether the program has ended; also reaps orphans that ended by themselves."""
+        """Tell whether the program has ended; also reaps orphans that ended by themselves."""
         ended = 1
         status = 0
         while ended:
@@ -300,7 +300,7 @@ class Supervisor:
         return holds | ({"files"} if version else set()) | ({"signals"} if version >= 6 else set())
 
     def _can_be_read_by_uid(self) -> bool:
-        """Whether the user that root would become can read what the program needs."""
+        """Tell whether the user that root would become can read what the program needs."""
         if self.uid == os.geteuid():
             return True
         pid = os.fork()

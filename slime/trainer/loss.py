@@ -385,7 +385,7 @@ def _custom_loss(
 
 
 def _batch_of(log_probs: Tensor, inputs: LossInputs) -> dict[str, Any]:
-    """The ``batch`` of a loss function."""
+    """Return the ``batch`` of a loss function."""
     lengths = inputs.lengths.tolist()
 
     def per_sample(values: Tensor | None) -> list[Tensor] | None:
@@ -411,7 +411,7 @@ def _range_of(inputs: LossInputs, position: int) -> tuple[int, int]:
 
 
 def _of_sample(inputs: LossInputs, position: int) -> LossInputs:
-    """What the user's functions get of one sample."""
+    """Return what the user's functions get of one sample."""
     at = slice(*_range_of(inputs, position))
 
     def part(values: Tensor | None) -> Tensor | None:

@@ -240,7 +240,7 @@ class MicroBatchResult:
     per_token: Tensor
 
     def by_sample(self, response_lengths: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """(sample, its numbers [R_i]); ``response_lengths`` are those of all samples of the
+        """Return (sample, its numbers [R_i]); ``response_lengths`` are those of all samples of the
         rank."""
         return zip(self.samples, self.per_token.split([response_lengths[i] for i in self.samples]))
 

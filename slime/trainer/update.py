@@ -134,7 +134,7 @@ class Trainer(Learner, TrainerRank, Protocol):
     def losses(
         self, batch: TrainBatch, step_id: int, inputs_of: Callable[[list[int]], LossInputs]
     ) -> list[MicroBatchResult]:
-        """`forward_backward` without gradients."""
+        """Do as `forward_backward`, without gradients."""
         ...
 
     def critic_turn(self) -> AbstractContextManager[None]:
@@ -176,14 +176,14 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
         NonFiniteTraining: NaN or Inf, unless ``--no-check-for-nan-in-loss-and-grad``.
         UserError: the samples lack an input of the loss.
     """
-    under_way = Update(trainer, batch)
-    under_way.score()
+    current = Update(trainer, batch)
+    current.score()
     if trainer.critic is None:
-        under_way.compute_advantages()
+        current.compute_advantages()
     else:
         with trainer.critic_turn():
-            under_way.train_critic(trainer.critic)
-    return under_way.learn()
+            current.train_critic(trainer.critic)
+    return current.learn()
 
 
 #: An array [R] for each sample, by its position in the rollout (`TrainBatch.positions`).
@@ -207,31 +207,203 @@ def in_shard(batch: TrainBatch, found: ByPosition, ranks: Ranks) -> list[Tensor]
     return [torch.tensor(found[place], device=ranks.device) for place in batch.positions]
 
 
-class Update:
-    """The update of the policy on one rollout, stage by stage. Every method is collective."""
+class RolloutUpdate:
+    """An update on one rollout: its tensors, the wall time and peak memory of its phases, and the
+    steps that policy and critic have in common. Every method is collective."""
 
-    def __init__(self, trainer: Trainer, batch: TrainBatch) -> None:
-        config = trainer.config
-        self.trainer = trainer
+    def __init__(self, rank: TrainerRank, batch: TrainBatch, *, of_critic: bool = False) -> None:
+        self.rank = rank
         self.batch = batch
         self.timers = _Timers()
         largest = LargestMicroBatch.of(batch.steps, batch.total_lengths, batch.sample_indices)
-        self.memory = PhaseMemory(config, trainer.ranks.device, largest)
-        _check_batch(batch, config)
-        self.data = _initial_tensors(trainer, batch)
+        self.memory = PhaseMemory(rank.config, rank.ranks.device, largest, of_critic=of_critic)
+        self.data = _initial_tensors(rank, batch)
+
+    def compute_values(self, critic: ValueLearner) -> None:
+        """Fill ``value_outputs`` and ``values``."""
+        critic.begin_rollout()
+        with self.timers.measure("values"), self.memory.phase("values"):
+            self.data.value_outputs = critic.outputs(self.batch)
+        if self.data.value_outputs is not None:
+            scale = critic.return_scale
+            self.data.values = [scale.restored(outputs) for outputs in self.data.value_outputs]
+
+    def learn_returns(self, critic: ValueLearner) -> list[dict[str, float]]:
+        """Take the critic's optimizer steps on ``returns``; return the metrics of each step.
+
+        Raises:
+            NonFiniteTraining: as for `update`.
+        """
+        explained = _set_value_targets(self.rank, critic, self.data)
+        with self.timers.measure("critic_train"):
+            steps = [
+                self._train_step(critic, step_id) | explained
+                for step_id in range(len(self.batch.steps))
+            ]
+        critic.end_rollout()
+        return steps
+
+    def _train_step(
+        self, learner: Learner, step_id: int, policy: Trainer | None = None
+    ) -> dict[str, float]:
+        """Compute the gradients of all micro-batches, check them, and apply them.
+
+        Args:
+            policy: the trainer, if the policy learns; None for a critic.
+        """
+        batch = self.batch
+        data = self.data
+        ranks = self.rank.ranks
+        step = batch.steps[step_id]
+        preferences = (
+            preference_step(policy, batch, data, step)
+            if policy is not None and policy.config.algorithm.preference is not None
+            else None
+        )
+        prefix = "train/critic-" if policy is None else "train/"
+        phase = "critic_forward_backward" if policy is None else "forward_backward"
+        with self.memory.phase(phase):
+            results = learner.forward_backward(
+                batch,
+                step_id,
+                lambda samples: _loss_inputs(self.rank, batch, data, step, samples, preferences),
+            )
+        if policy is not None:
+            _note_log_probs(policy, batch, data, results, step_id)
+        sums = sum_metrics(self.rank.config, ranks, results)
+        bad = [
+            i
+            for result in results
+            if not math.isfinite(result.metrics["loss"].item())
+            for i in result.samples
+        ]
+        loss_is_bad = ranks.any_of_all(bool(bad))
+        if step_id == 0 and policy is not None:
+            _check_alignment(policy, batch, data)
+        with self.memory.phase("optimizer"):
+            outcome = learner.optim_step(step, skip=loss_is_bad)
+        if not outcome.applied:
+            self._skip_or_stop(learner, results, step_id, outcome, bad, of_critic=policy is None)
+        if policy is not None:
+            sums["global_batch_size"] = float(step.global_batch_size)
+        else:
+            sums.pop("loss", None)  # it is the value loss
+        return {
+            **{f"{prefix}{name}": value for name, value in (sums | outcome.metrics).items()},
+            f"{prefix}grad_norm": outcome.grad_norm,
+            f"{prefix}skipped": 0.0 if outcome.applied else 1.0,
+            **{f"{prefix}lr-pg_{i}": lr for i, lr in enumerate(learner.learning_rates())},
+        }
+
+    def _skip_or_stop(
+        self,
+        learner: Learner,
+        results: Sequence[MicroBatchResult],
+        step_id: int,
+        outcome: StepOutcome,
+        bad: list[int],
+        *,
+        of_critic: bool,
+    ) -> None:
+        """Log that a step with NaN or Inf is skipped, or stop at it and record its data.
+
+        Args:
+            bad: the shard's samples in micro-batches whose loss is NaN or Inf.
+        Raises:
+            NonFiniteTraining: on every rank.
+        """
+        batch = self.batch
+        megatron = self.rank.config.megatron
+        ranks = self.rank.ranks
+        indices = ranks.union([batch.sample_indices[i] for i in bad])
+        # a dynamic loss scale adjusts itself by overflowing now and then
+        is_routine = megatron.fp16 and not indices and megatron.optimizer.get("loss_scale") is None
+        functions = functions_before_loss(self.rank.config)
+        if not megatron.check_for_nan_in_loss_and_grad or is_routine:
+            names = ", ".join(functions)
+            suspects = f"; look first at {names}" if functions and not is_routine else ""
+            logger.warning(
+                "rollout %d, step %d%s skipped: NaN or Inf (samples %s)%s",
+                batch.rollout_id,
+                step_id,
+                " of the critic" if of_critic else "",
+                indices,
+                suspects,
+            )
+            return
+        failed = FailedStep(batch.rollout_id, step_id, ranks.replica, outcome.grad_norm)
+        failed.parameters = learner.nonfinite_gradients()
+        if ranks.speaks_for_shard:
+            current: list[Tensor | None] = [None] * batch.num_samples
+            for result in results:
+                for i, values in result.by_sample(batch.response_lengths):
+                    current[i] = values
+            column = "training_values" if of_critic else "training_log_probs"
+            failed.shard = shard_of(batch, self.data, ranks.replica, step_id, **{column: current})
+            failed.micro_batches = [
+                {"sample_indices": [batch.sample_indices[i] for i in result.samples]}
+                | {name: value.item() for name, value in result.metrics.items()}
+                for result in results
+            ]
+        self.rank.failed_step = failed
+        raise NonFiniteTraining(
+            batch.rollout_id,
+            step_id,
+            outcome.grad_norm,
+            indices,
+            ranks.union([name for name, _, _ in failed.parameters]),
+            functions,
+            of_critic=of_critic,
+        )
+
+
+class Update(RolloutUpdate):
+    """The update of the policy, stage by stage."""
+
+    def __init__(self, trainer: Trainer, batch: TrainBatch) -> None:
+        _check_batch(batch, trainer.config)
+        super().__init__(trainer, batch)
+        self.trainer = trainer
         self.critic_steps: list[dict[str, float]] = []
 
     def score(self) -> None:
-        """Compute log-probs of policy, reference and teachers."""
-        score(self.trainer, self.batch, self.data, self.timers, self.memory)
-        if self.trainer.config.distillation.use_opd:
-            score_by_teachers(self.trainer, self.batch, self.data, self.timers, self.memory)
+        """Fill the columns of log-probs that something reads: of policy, reference and teachers.
+
+        Raises:
+            UserError: samples carry no log-probs of a teacher in an engine; a teacher in the
+                trainer computes something else than when it was loaded.
+        """
+        for scorer in SCORERS:
+            if scorer.is_wanted(self.trainer.config, self.batch):
+                with self.timers.measure(scorer.column), self.memory.phase(scorer.phase):
+                    column = self.trainer.log_probs(
+                        self.batch,
+                        scorer.role,
+                        as_engines=scorer.as_engines,
+                        store_prefix=scorer.column.removesuffix("log_probs"),
+                    )
+                setattr(self.data, scorer.column, column)
+        distillation = self.trainer.config.distillation
+        if distillation.in_trainer:
+            self._score_by_teachers()
+        elif distillation.use_opd:  # engines have scored the samples
+            device = self.trainer.ranks.device
+            self.data.teacher = teacher_columns_of(self.batch, self.trainer.config, device)
+
+    def _score_by_teachers(self) -> None:
+        ranks = self.trainer.ranks
+        found = TeacherColumns(names=self.batch.teachers)
+        with self.timers.measure("teacher_log_probs"), self.memory.phase("teacher_log_probs"):
+            for name in ranks.union(sorted(set(self.batch.teachers))):
+                self.trainer.score_by_teacher(self.batch, name, found)
+        self.data.teacher = found if ranks.has_output else None
 
     def set_values(self, values: ByPosition) -> None:
         """Set the values, which a critic on other ranks has computed."""
         self.data.values = in_shard(self.batch, values, self.trainer.ranks)
 
     def compute_advantages(self) -> None:
+        """Fill ``kl``, ``advantages`` and ``returns``; see `compute_advantages`."""
         compute_advantages(self.trainer, self.batch, self.data)
 
     def returns(self) -> tuple[ByPosition, ByPosition]:
@@ -243,10 +415,13 @@ class Update:
         )
 
     def train_critic(self, critic: ValueLearner) -> None:
-        """Compute values and advantages, and train a critic on the same ranks."""
-        self.critic_steps = train_critic(
-            self.trainer, critic, self.batch, self.data, self.timers, self.memory
-        )
+        """Compute values, and advantages with them; train a critic on the same ranks.
+
+        Values and returns, also those for the policy, are from before the critic's first step.
+        """
+        self.compute_values(critic)
+        self.compute_advantages()
+        self.critic_steps = self.learn_returns(critic)
 
     def learn(self) -> tuple[dict[str, float], list[dict[str, float]]]:
         """Take the policy's steps, unless only the critic learns; returns the same as `update`."""
@@ -256,10 +431,13 @@ class Update:
         config = trainer.config
         ranks = trainer.ranks
         steps: list[dict[str, float]] = []
-        alone = config.critic.num_critic_only_steps if config.algorithm.needs_critic else 0
-        if batch.rollout_id >= alone:
+        critic_only = config.critic.num_critic_only_steps if config.algorithm.needs_critic else 0
+        if batch.rollout_id >= critic_only:
             with self.timers.measure("actor_train"):
-                steps = learn(trainer, batch, data, self.memory)
+                steps = [
+                    self._train_step(trainer, step_id, policy=trainer)
+                    for step_id in range(len(batch.steps))
+                ]
 
         _dump(trainer, batch, data)
         trainer.trained_tokens = trained_tokens(ranks, batch, data)
@@ -274,6 +452,36 @@ class Update:
         return {**metrics, **self.timers.metrics(batch)}, steps
 
 
+class CriticUpdate(RolloutUpdate):
+    """The update of a critic on its own ranks."""
+
+    def __init__(self, rank: TrainerRank, critic: ValueLearner, batch: TrainBatch) -> None:
+        super().__init__(rank, batch, of_critic=True)
+        self.critic = critic
+
+    def values(self) -> ByPosition:
+        """Return the values from before training."""
+        self.compute_values(self.critic)
+        return by_position(self.batch, self.data.values, self.rank.ranks)
+
+    def learn(self, returns: ByPosition, loss_masks: ByPosition) -> dict[str, float]:
+        """Take the optimizer steps; return metrics.
+
+        Raises:
+            NonFiniteTraining: as for `update`.
+        """
+        ranks = self.rank.ranks
+        self.data.returns = in_shard(self.batch, returns, ranks)
+        self.data.loss_masks = in_shard(self.batch, loss_masks, ranks) or self.data.loss_masks
+        steps = self.learn_returns(self.critic)
+        return {
+            **mean_of_steps(steps),
+            **self.memory.metrics(ranks),
+            **self.timers.seconds_of_phases(),
+            "perf/train_time": time.perf_counter() - self.timers.started,
+        }
+
+
 def evaluate(trainer: Trainer, batch: TrainBatch) -> dict[str, float]:
     """Score held-out preferences without training on them. Collective.
 
@@ -283,9 +491,9 @@ def evaluate(trainer: Trainer, batch: TrainBatch) -> dict[str, float]:
     """
     config = trainer.config
     ranks = trainer.ranks
-    data = _initial_tensors(trainer, batch)
-    largest = LargestMicroBatch.of(batch.steps, batch.total_lengths, batch.sample_indices)
-    score(trainer, batch, data, _Timers(), PhaseMemory(config, ranks.device, largest))
+    current = Update(trainer, batch)
+    current.score()
+    data = current.data
     means: dict[str, float] = {}
     total = sum(step.global_batch_size for step in batch.steps)
     for step_id, step in enumerate(batch.steps):
@@ -385,43 +593,6 @@ SCORERS = (
 )
 
 
-def score(
-    trainer: Trainer, batch: TrainBatch, data: RolloutTensors, timers: _Timers, memory: PhaseMemory
-) -> None:
-    """Fill the columns that something reads."""
-    for scorer in SCORERS:
-        if scorer.is_wanted(trainer.config, batch):
-            with timers.measure(scorer.column), memory.phase(scorer.phase):
-                column = trainer.log_probs(
-                    batch,
-                    scorer.role,
-                    as_engines=scorer.as_engines,
-                    store_prefix=scorer.column.removesuffix("log_probs"),
-                )
-            setattr(data, scorer.column, column)
-
-
-def score_by_teachers(
-    trainer: Trainer, batch: TrainBatch, data: RolloutTensors, timers: _Timers, memory: PhaseMemory
-) -> None:
-    """Fill ``teacher``: each teacher in the trainer scores its samples, or engines have scored them
-    already.
-
-    Raises:
-        UserError: samples carry no log-probs of a teacher in an engine; a teacher in the trainer
-            computes something else than when it was loaded.
-    """
-    ranks = trainer.ranks
-    if not trainer.config.distillation.in_trainer:
-        data.teacher = teacher_columns_of(batch, trainer.config, ranks.device)
-        return
-    found = TeacherColumns(names=batch.teachers)
-    with timers.measure("teacher_log_probs"), memory.phase("teacher_log_probs"):
-        for name in ranks.union(sorted(set(batch.teachers))):
-            trainer.score_by_teacher(batch, name, found)
-    data.teacher = found if ranks.has_output else None
-
-
 # -- advantages ------------------------------------------------------------------------------------
 
 
@@ -489,11 +660,16 @@ def compute_advantages(trainer: Trainer, batch: TrainBatch, data: RolloutTensors
 _ASSIGN = "assign rollout_data[…], and return nothing"
 
 
+def _old_log_probs(config: Config, data: RolloutTensors) -> list[Tensor] | None:
+    """Return the log-probs of the policy that generated the rollout, by engine or trainer."""
+    return data.rollout_log_probs if config.algorithm.use_rollout_logprobs else data.log_probs
+
+
 def _kl_in_the_reward(config: Config, data: RolloutTensors) -> list[Tensor]:
     flags = config.algorithm
     if flags.kl_coef == 0:
         return [torch.zeros_like(mask) for mask in data.loss_masks]
-    old = data.rollout_log_probs if flags.use_rollout_logprobs else data.log_probs
+    old = _old_log_probs(config, data)
     assert old is not None and data.ref_log_probs is not None
     return [kl_estimate(lp, ref, flags.kl_loss_type) for lp, ref in zip(old, data.ref_log_probs)]
 
@@ -501,7 +677,7 @@ def _kl_in_the_reward(config: Config, data: RolloutTensors) -> list[Tensor]:
 def _distil_advantages(config: Config, data: RolloutTensors) -> None:
     """Subtract the sampled reverse KL from the teacher. This follows whitening, so that its weight
     does not depend on the rewards."""
-    old = data.rollout_log_probs if config.algorithm.use_rollout_logprobs else data.log_probs
+    old = _old_log_probs(config, data)
     assert data.advantages is not None and old is not None
     assert data.teacher is not None and data.teacher.log_probs is not None
     data.advantages = distilled_advantages(
@@ -555,100 +731,7 @@ def _without_effect(trainer: Trainer, data: RolloutTensors) -> dict[str, str]:
     return unread
 
 
-# -- the critic ------------------------------------------------------------------------------------
-
-
-def train_critic(
-    trainer: Trainer,
-    critic: ValueLearner,
-    batch: TrainBatch,
-    data: RolloutTensors,
-    timers: _Timers,
-    memory: PhaseMemory,
-) -> list[dict[str, float]]:
-    """Compute values, and advantages with them; take the critic's optimizer steps on the returns.
-    Return the metrics of each step.
-
-    Values and returns, also those for the policy, are from before the critic's first step.
-
-    Raises:
-        NonFiniteTraining: as for `learn`.
-    """
-    compute_values(critic, batch, data, timers, memory)
-    compute_advantages(trainer, batch, data)
-    return learn_returns(trainer, critic, batch, data, timers, memory)
-
-
-def compute_values(
-    critic: ValueLearner,
-    batch: TrainBatch,
-    data: RolloutTensors,
-    timers: _Timers,
-    memory: PhaseMemory,
-) -> None:
-    """Fill ``value_outputs`` and ``values``."""
-    critic.begin_rollout()
-    with timers.measure("values"), memory.phase("values"):
-        data.value_outputs = critic.outputs(batch)
-    if data.value_outputs is not None:
-        scale = critic.return_scale
-        data.values = [scale.restored(outputs) for outputs in data.value_outputs]
-
-
-def learn_returns(
-    rank: TrainerRank,
-    critic: ValueLearner,
-    batch: TrainBatch,
-    data: RolloutTensors,
-    timers: _Timers,
-    memory: PhaseMemory,
-) -> list[dict[str, float]]:
-    """Take the critic's optimizer steps on ``returns``; return the metrics of each step."""
-    explained = _set_value_targets(rank, critic, data)
-    with timers.measure("critic_train"):
-        steps = [
-            _train_step(rank, critic, batch, data, memory, step_id)
-            for step_id in range(len(batch.steps))
-        ]
-    critic.end_rollout()
-    return [step | explained for step in steps]
-
-
-class CriticUpdate:
-    """The update of a critic on its own ranks. Every method is collective."""
-
-    def __init__(self, rank: TrainerRank, critic: ValueLearner, batch: TrainBatch) -> None:
-        self.rank = rank
-        self.critic = critic
-        self.batch = batch
-        self.timers = _Timers()
-        largest = LargestMicroBatch.of(batch.steps, batch.total_lengths, batch.sample_indices)
-        self.memory = PhaseMemory(rank.config, rank.ranks.device, largest, of_critic=True)
-        self.data = _initial_tensors(rank, batch)
-
-    def values(self) -> ByPosition:
-        """Return the values from before training."""
-        compute_values(self.critic, self.batch, self.data, self.timers, self.memory)
-        return by_position(self.batch, self.data.values, self.rank.ranks)
-
-    def learn(self, returns: ByPosition, loss_masks: ByPosition) -> dict[str, float]:
-        """Take the optimizer steps; return metrics.
-
-        Raises:
-            NonFiniteTraining: as for `update`.
-        """
-        ranks = self.rank.ranks
-        self.data.returns = in_shard(self.batch, returns, ranks)
-        self.data.loss_masks = in_shard(self.batch, loss_masks, ranks) or self.data.loss_masks
-        steps = learn_returns(
-            self.rank, self.critic, self.batch, self.data, self.timers, self.memory
-        )
-        return {
-            **mean_of_steps(steps),
-            **self.memory.metrics(ranks),
-            **self.timers.seconds_of_phases(),
-            "perf/train_time": time.perf_counter() - self.timers.started,
-        }
+# -- the inputs of a step --------------------------------------------------------------------------
 
 
 def _set_value_targets(
@@ -669,78 +752,6 @@ def _set_value_targets(
     return {"train/critic-explained_variance": found["explained_variance"]}
 
 
-# -- learn -----------------------------------------------------------------------------------------
-
-
-def learn(
-    trainer: Trainer, batch: TrainBatch, data: RolloutTensors, memory: PhaseMemory
-) -> list[dict[str, float]]:
-    """Take the rollout's optimizer steps; return the metrics of each step.
-
-    Raises:
-        NonFiniteTraining: NaN or Inf, unless ``--no-check-for-nan-in-loss-and-grad``.
-    """
-    return [
-        _train_step(trainer, trainer, batch, data, memory, step_id, policy=trainer)
-        for step_id in range(len(batch.steps))
-    ]
-
-
-def _train_step(
-    rank: TrainerRank,
-    learner: Learner,
-    batch: TrainBatch,
-    data: RolloutTensors,
-    memory: PhaseMemory,
-    step_id: int,
-    policy: Trainer | None = None,
-) -> dict[str, float]:
-    """Compute the gradients of all micro-batches, check them, and apply them.
-
-    Args:
-        policy: the trainer, if the policy learns; None for a critic.
-    """
-    step = batch.steps[step_id]
-    preferences = (
-        preference_step(policy, batch, data, step)
-        if policy is not None and policy.config.algorithm.preference is not None
-        else None
-    )
-    prefix = "train/critic-" if policy is None else "train/"
-    with memory.phase("critic_forward_backward" if policy is None else "forward_backward"):
-        results = learner.forward_backward(
-            batch,
-            step_id,
-            lambda samples: _loss_inputs(rank, batch, data, step, samples, preferences),
-        )
-    if policy is not None:
-        _note_log_probs(policy, batch, data, results, step_id)
-    sums = sum_metrics(rank.config, rank.ranks, results)
-    bad = [
-        i
-        for result in results
-        if not math.isfinite(result.metrics["loss"].item())
-        for i in result.samples
-    ]
-    loss_is_bad = rank.ranks.any_of_all(bool(bad))
-    if step_id == 0 and policy is not None:
-        _check_alignment(policy, batch, data)
-    with memory.phase("optimizer"):
-        outcome = learner.optim_step(step, skip=loss_is_bad)
-    if not outcome.applied:
-        _not_applied(rank, learner, batch, data, results, step_id, outcome, bad, policy)
-    if policy is not None:
-        sums["global_batch_size"] = float(step.global_batch_size)
-    else:
-        sums.pop("loss", None)  # it is the value loss
-    return {
-        **{f"{prefix}{name}": value for name, value in (sums | outcome.metrics).items()},
-        f"{prefix}grad_norm": outcome.grad_norm,
-        f"{prefix}skipped": 0.0 if outcome.applied else 1.0,
-        **{f"{prefix}lr-pg_{i}": lr for i, lr in enumerate(learner.learning_rates())},
-    }
-
-
 def _loss_inputs(
     rank: TrainerRank,
     batch: TrainBatch,
@@ -758,7 +769,7 @@ def _loss_inputs(
             return None
         return torch.cat([values[i] for i in samples]) if samples else torch.zeros(0, device=where)
 
-    old = data.rollout_log_probs if flags.use_rollout_logprobs else data.log_probs
+    old = _old_log_probs(rank.config, data)
     if reuses_log_probs(rank.config, batch) and not flags.use_rollout_logprobs:
         old = None
     compares = flags.use_rollout_logprobs and flags.get_mismatch_metrics
@@ -847,66 +858,6 @@ def _check_alignment(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) 
             batch.rollout_id,
             worst,
         )
-
-
-def _not_applied(
-    rank: TrainerRank,
-    learner: Learner,
-    batch: TrainBatch,
-    data: RolloutTensors,
-    results: Sequence[MicroBatchResult],
-    step_id: int,
-    outcome: StepOutcome,
-    bad: list[int],
-    policy: Trainer | None,
-) -> None:
-    """Stop at a step with NaN or Inf and record its data, or log that it is skipped.
-
-    Raises:
-        NonFiniteTraining: on every rank.
-    """
-    megatron = rank.config.megatron
-    ranks = rank.ranks
-    indices = ranks.union([batch.sample_indices[i] for i in bad])
-    # a dynamic loss scale adjusts itself by overflowing now and then
-    is_routine = megatron.fp16 and not indices and megatron.optimizer.get("loss_scale") is None
-    functions = functions_before_loss(rank.config)
-    if not megatron.check_for_nan_in_loss_and_grad or is_routine:
-        suspects = f"; look first at {', '.join(functions)}" if functions and not is_routine else ""
-        logger.warning(
-            "rollout %d, step %d%s skipped: NaN or Inf (samples %s)%s",
-            batch.rollout_id,
-            step_id,
-            "" if policy is not None else " of the critic",
-            indices,
-            suspects,
-        )
-        return
-    failed = FailedStep(batch.rollout_id, step_id, ranks.replica, outcome.grad_norm)
-    failed.parameters = learner.nonfinite_gradients()
-    if ranks.speaks_for_shard:
-        current: list[Tensor | None] = [None] * batch.num_samples
-        for result in results:
-            for i, values in result.by_sample(batch.response_lengths):
-                current[i] = values
-        column = "training_log_probs" if policy is not None else "training_values"
-        failed.shard = shard_of(batch, data, ranks.replica, step_id, **{column: current})
-        failed.micro_batches = [
-            {"sample_indices": [batch.sample_indices[i] for i in result.samples]}
-            | {name: value.item() for name, value in result.metrics.items()}
-            for result in results
-        ]
-    rank.failed_step = failed
-    names = ranks.union([name for name, _, _ in failed.parameters])
-    raise NonFiniteTraining(
-        batch.rollout_id,
-        step_id,
-        outcome.grad_norm,
-        indices,
-        names,
-        functions,
-        of_critic=policy is None,
-    )
 
 
 # -- before and after ------------------------------------------------------------------------------

@@ -56,9 +56,10 @@ class UserFunctions:
     _compared: set[str] = field(default_factory=set)
 
     def compares(self, flag: str, lengths: Tensor, config: Config) -> bool:
-        """Whether the function of ``flag`` is to be compared with its values for single samples: at
-        its first micro-batch of several. Not where ranks have other samples, or parts of them: they
-        would call the function more or less often, and collectives in it would wait for ever.
+        """Tell whether the function of ``flag`` is to be compared with its values for single
+        samples: at its first micro-batch of several. Not where ranks have other samples, or parts
+        of them: they would call the function more or less often, and collectives in it would wait
+        for ever.
 
         Args:
             lengths: response tokens of each sample.

@@ -40,7 +40,7 @@ from slime.processes.stacks import frames_of_task, lines_of_users, stack_of_thre
 logger = logging.getLogger("slime.user_code.calls")
 T = TypeVar("T")
 
-_MOST_IDLE = 64
+_MAX_IDLE = 64
 #: Name prefix of tasks that run users' coroutines.
 _TASK = "user code: "
 
@@ -203,7 +203,7 @@ class _CallThread(threading.Thread):
                     call.run()
                 finally:
                     call.is_over = True
-                if call.ended_at or len(_idle) >= _MOST_IDLE:
+                if call.ended_at or len(_idle) >= _MAX_IDLE:
                     return
                 del call  # release its objects before the next call arrives
                 _idle.append(self)
@@ -241,7 +241,7 @@ async def run_in_thread(
 
 
 def hung_threads() -> int:
-    """The number of threads whose calls could not be ended."""
+    """Return the number of threads whose calls could not be ended."""
     return sum(call.is_named for call in _overseer.calls)
 
 

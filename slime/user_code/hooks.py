@@ -724,7 +724,8 @@ def _check_sync(fn: Any, path: str) -> None:
 
 
 def hook_files(args: Any) -> list[Path]:
-    """The source files of all users' functions and classes that are set in ``args``, each once."""
+    """Return the source files of all users' functions and classes that are set in ``args``, each
+    once."""
     paths = [args.data_source_path, ":".join(args.spec)]
     for flag in HOOKS:
         value = vars(args)[flag]

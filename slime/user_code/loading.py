@@ -76,7 +76,7 @@ def _find_user_modules() -> None:
 
 @functools.cache
 def load_function(path: str) -> Any:
-    """The object at a path: ``"pkg.module.name"``, ``"pkg.module:name"``,
+    """Return the object at a path: ``"pkg.module.name"``, ``"pkg.module:name"``,
     ``"folder/file.py:name"``, or what `save_function` returned; cached. Modules in the working
     directory are found too.
 
@@ -190,7 +190,7 @@ def _imported_files(function: Any) -> set[Path]:
 
 @functools.cache
 def _is_installed(file: Path) -> bool:
-    """Whether a file belongs to Python, slime or an installed package."""
+    """Tell whether a file belongs to Python, slime or an installed package."""
     places = [
         *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
         str(Path(__file__).parents[1]),
@@ -214,7 +214,7 @@ AnyUserError = TypeVar("AnyUserError", bound=UserError)
 
 
 def _own_functions(target: Any) -> list[str]:
-    """Names of the public callables that a module or class defines itself."""
+    """Return the names of the public callables that a module or class defines itself."""
     home = target.__name__ if inspect.ismodule(target) else target.__module__
     public = [
         name for name in dir(target) if not name.startswith("_") and callable(getattr(target, name))
@@ -367,7 +367,7 @@ def check_class(cls: Any, base: type, path: str) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _accepted_keywords(fn: Any) -> frozenset[str] | None:
-    """Names that ``fn`` takes by keyword; None if it takes any name."""
+    """Return the names that ``fn`` takes by keyword; None if it takes any name."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except ValueError:  # some builtins have no signature
@@ -395,15 +395,15 @@ def accepted(fn: Any, optional: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_async(fn: Any) -> bool:
-    """Whether calling ``fn`` gives a coroutine (functions, partials and objects with an async
+    """Tell whether calling ``fn`` gives a coroutine (functions, partials and objects with an async
     ``__call__``)."""
     return _kind_of(fn, inspect.iscoroutinefunction)
 
 
 def is_sync(fn: Any) -> bool:
-    """Whether calling ``fn`` certainly gives nothing to await: every ``return`` has a literal, or a
-    parameter as it was passed. False if that is unknown before the call, as where it returns what
-    another function gives.
+    """Tell whether calling ``fn`` certainly gives nothing to await: every ``return`` has a literal,
+    or a parameter as it was passed. False if that is unknown before the call, as where it returns
+    what another function gives.
 
     Example:
         >>> def shout(args, sample): sample.response += "!"; return sample
@@ -444,7 +444,7 @@ def _returned(nodes: Iterable[ast.AST]) -> Iterator[ast.expr | None]:
 
 
 def _kind_of(fn: Any, *kinds: Callable[[Any], bool]) -> bool:
-    """Whether ``fn``, or the function that a call of it runs, is of one of these kinds."""
+    """Tell whether ``fn``, or the function that a call of it runs, is of one of these kinds."""
     if isinstance(fn, functools.partial):
         return _kind_of(fn.func, *kinds)
     return any(kind(fn) or kind(type(fn).__call__) for kind in kinds)
@@ -475,7 +475,7 @@ class FunctionHangs(FunctionFailed):
 _SLIME = str(Path(__file__).parents[1]) + os.sep
 _SITE_PACKAGES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
-_MOST_FRAMES = 12
+_MAX_FRAMES = 12
 
 
 def user_frames(error: BaseException) -> str:
@@ -490,8 +490,8 @@ def user_frames(error: BaseException) -> str:
             or not frame.filename.startswith(_STANDARD_LIBRARY)
         )
     ]
-    if len(frames) > _MOST_FRAMES:
-        frames = frames[: _MOST_FRAMES // 2] + frames[-_MOST_FRAMES // 2 :]
+    if len(frames) > _MAX_FRAMES:
+        frames = frames[: _MAX_FRAMES // 2] + frames[-_MAX_FRAMES // 2 :]
     lines = "".join(traceback.format_list(frames)).rstrip("\n").splitlines()
     return "\n".join(["in your code:", *(f"  {line}" for line in lines)]) if lines else ""
 
@@ -563,13 +563,13 @@ def check_returns_nothing(returned: Any, given: Iterable[Any], origin: str, inst
 
 
 def named(path: str, flag: str = "") -> str:
-    """The name of the function at ``path`` in messages, with its flag."""
+    """Return the name of the function at ``path`` in messages, with its flag."""
     return f"'{path}' ({flag})" if flag else f"'{path}'"
 
 
 def shown(value: Any, most: int = 60) -> str:
-    """The repr of ``value``, cut to ``most`` characters; a description of its type if the repr
-    raises."""
+    """Return the repr of ``value``, cut to ``most`` characters; a description of its type if the
+    repr raises."""
     try:
         return f"{value!r:.{most}}"
     except Exception as error:  # a user's class, or an integer of more than 4,300 digits
@@ -587,8 +587,8 @@ _MAKERS = (
 
 
 def makers_of_samples(flags: Mapping[str, Any]) -> list[str]:
-    """The names, for messages, of the user's functions that make tokens and log-probs in a run with
-    these ``flags``.
+    """Return the names, for messages, of the user's functions that make tokens and log-probs in a
+    run with these ``flags``.
 
     Example:
         >>> makers_of_samples({"custom_generate_function_path": "mine.generate",
@@ -613,7 +613,7 @@ def named_functions(flags: Mapping[str, Any], dests: Iterable[str]) -> list[str]
 
 
 def described(value: Any) -> str:
-    """A short description of a function's result, for messages.
+    """Return a short description of a function's result, for messages.
 
     Example:
         >>> described(None), described(0.5), described((1, 2)), described("yes")
@@ -633,7 +633,7 @@ def described(value: Any) -> str:
 
 
 def user_function(path: str, flag: str = "") -> Callable[..., Any]:
-    """The sync function at ``path``; its failures show the user's lines (`failures_of`).
+    """Return the sync function at ``path``; its failures show the user's lines (`failures_of`).
 
     Args:
         flag: the function's flag, for messages.

@@ -45,7 +45,7 @@ _old_modules: set[str] = set()
 
 
 def override_of(part: Part) -> Any:
-    """The plugin's function for ``part``; None for the built-in function.
+    """Return the plugin's function for ``part``; None for the built-in function.
 
     Example:
         >>> override_of("generate") is None
@@ -70,8 +70,8 @@ def register_old_modules(names: Mapping[str, Any]) -> None:
 
 
 def old_plugin(config: Config) -> str | None:
-    """The path of the first hook whose file imports a module of the reference system; None if there
-    is none. Hooks that cannot be loaded are skipped: another check refuses them."""
+    """Return the path of the first hook whose file imports a module of the reference system; None
+    if there is none. Hooks that cannot be loaded are skipped: another check refuses them."""
     from slime.user_code.hooks import HOOKS
     from slime.user_code.loading import load_function  # needs installed packages
 
@@ -86,7 +86,8 @@ def old_plugin(config: Config) -> str | None:
 
 
 def follows_old_plugin(config: Config, flag: str) -> bool:
-    """Whether ``flag`` has its default value in a run with a plugin of the reference system."""
+    """Tell whether ``flag`` has its default value in a run with a plugin of the reference
+    system."""
     return config.origins.get(flag, "default") == "default" and old_plugin(config) is not None
 
 

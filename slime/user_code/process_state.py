@@ -143,7 +143,7 @@ _TORCH_PARTS = (
 
 
 def _random_states() -> tuple[int, Any, Any]:
-    """The seed of torch's default generators, and their states on the CPU and on the GPU."""
+    """Return the seed of torch's default generators, and their states on the CPU and on the GPU."""
     torch = _torch()
     on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     return torch.initial_seed(), torch.get_rng_state(), on_gpu

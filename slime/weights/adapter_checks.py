@@ -17,7 +17,7 @@ from slime.models.parameters import Shape
 from slime.weights.adapter_layout import SIDES, AdapterLayout, LargestValues, split_runs
 
 #: A step of this size changes some of 30,000 bfloat16 numbers around 0.01.
-_LEAST_RATE = 1e-7
+_MIN_RATE = 1e-7
 _OURS = "this is a fault of slime: please report it with the run's flags"
 
 
@@ -173,7 +173,7 @@ def has_visibly_learned(
         learning_rates: of the first of the steps.
         steps: metrics of each.
     """
-    is_visible = optimizer == "adam" and max(learning_rates, default=0.0) >= _LEAST_RATE
+    is_visible = optimizer == "adam" and max(learning_rates, default=0.0) >= _MIN_RATE
     return is_visible and any(
         step["train/grad_norm"] > 0 and not step["train/skipped"] for step in steps
     )

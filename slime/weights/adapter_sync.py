@@ -60,7 +60,7 @@ from slime.weights.ipc import Handle, Opened, storage_handle
 from slime.weights.receipt import Receipt, WeightMismatch, compare
 from slime.weights.route import Route, find_route
 from slime.weights.source import ModelSource, exhaust
-from slime.weights.sync import EngineSync, naming_engine, register_engines
+from slime.weights.sync import EngineSync, explain_engine_errors, register_engines
 from slime.weights.transport import EngineSlots, NamedTensors, deadline_for
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class AdapterSync(EngineSync):
         limit = 3 * deadlines.SYNC_CONTROL
         with self._ranks.round("connecting trainer and engines", limit):
             if self.rank == 0:
-                with naming_engine():
+                with explain_engine_errors():
                     self._open(on_this_node)
 
     def push(self, *, has_learned: bool = False) -> Receipt:
@@ -193,7 +193,7 @@ class AdapterSync(EngineSync):
         with self._ranks.round("comparing the base", limit):
             try:
                 if self.rank == 0:
-                    with naming_engine():
+                    with explain_engine_errors():
                         self._compare(tensors)
             finally:
                 exhaust(tensors)

@@ -72,14 +72,14 @@ _CHANGE_THE_MODEL = (
     "custom_loss_function_path",
 )
 _NUM_TOKENS = 32
-_MOST_CUTS = 64  # of answers to one question, by rollouts that end
+_MAX_CUTS = 64  # of answers to one question, by rollouts that end
 _NUM_DISTINCT = 16
 _LARGEST_IN_FLOAT32 = 1e-3
 _MEAN_IN_16_BITS = 0.1  # of the standard deviation
 _FIRST_ROUNDED = 1.0  # of the standard deviation
 _TIMES_ROUNDED = 2.0
-_LEAST_IN_16_BITS = 0.01  # nats; for models with nearly uniform predictions
-_LEAST_EFFECT_IN_FLOAT32 = 1e-5  # nats; smaller effects of an adapter are not judged
+_MIN_IN_16_BITS = 0.01  # nats; for models with nearly uniform predictions
+_MIN_EFFECT_IN_FLOAT32 = 1e-5  # nats; smaller effects of an adapter are not judged
 _SHARE_OF_EFFECT = 0.1  # least effect of an adapter in an engine, as a share of that in the trainer
 
 
@@ -231,7 +231,7 @@ class Canary:
         due = Difference.of(self.expected_of_base, self.expected).mean
         effects = [Difference.of(*pair).mean for pair in zip(of_base, said, strict=True)]
         least = min(effects)
-        floor = _LEAST_EFFECT_IN_FLOAT32 if self._in_float32 else _LEAST_IN_16_BITS
+        floor = _MIN_EFFECT_IN_FLOAT32 if self._in_float32 else _MIN_IN_16_BITS
         if self._judges and due > floor and least < _SHARE_OF_EFFECT * due:
             raise UserError(
                 f"after {event}, adapter {self.adapter} changes nothing in engine "
@@ -273,7 +273,7 @@ class Canary:
         """Ask every engine; ask again where the answer was cut short. A rollout that ends beside a
         push in flight aborts all requests of its engines, these too."""
         answers = self.fleet.post("/generate", body, deadlines.CANARY_SCORE)
-        for cuts in range(1, _MOST_CUTS):
+        for cuts in range(1, _MAX_CUTS):
             if not any(map(_is_cut, answers)):
                 break
             time.sleep(min(cuts, 10) * 0.05)
@@ -289,11 +289,11 @@ class Canary:
         if self._in_float32:
             return _LARGEST_IN_FLOAT32
         spread = statistics.pstdev(self.expected)
-        rounding = max(_LEAST_IN_16_BITS, _MEAN_IN_16_BITS * spread)
+        rounding = max(_MIN_IN_16_BITS, _MEAN_IN_16_BITS * spread)
         if not self._rounds_activations:
             return rounding
         if self._rounding_error is None:
-            return max(_LEAST_IN_16_BITS, _FIRST_ROUNDED * spread)
+            return max(_MIN_IN_16_BITS, _FIRST_ROUNDED * spread)
         return max(rounding, _TIMES_ROUNDED * self._rounding_error)
 
     def _error(

@@ -93,9 +93,8 @@ class EngineSync:
         faults = config.fault_tolerance
         # an engine that stops answering is restarted
         self._patience = faults.rollout_health_check_timeout if faults.use_fault_tolerance else None
-        self._control_seconds = min(
-            self._patience or deadlines.SYNC_CONTROL, deadlines.SYNC_CONTROL
-        )
+        limit = deadlines.SYNC_CONTROL
+        self._control_seconds = min(self._patience or limit, limit)
 
     def close(self) -> None:
         """Close connections."""
@@ -157,14 +156,14 @@ class WeightSync(EngineSync):
         super().__init__(config, hf_config, **options)
         self._model_chunks = model_chunks
         self._source: WeightSource | None = None
-        self._groups = LoadGroups()
+        self._load_groups = LoadGroups()
         self._stage_seconds: list[float] = []  # limit for each pipeline stage to send
         self._names: list[str] = []  # of all tensors of a push; rank 0
         self._sampler = Sampler()
         self._transport: Transport | None = None
         self._gloo: dist.ProcessGroup | None = None
         self._num_pushes = 0
-        self._opens = self._has_sent = False
+        self._opens_layers = False
         # a push failed after its pause: engines may hold a mix of weights, and open layers
         self._is_interrupted = False
         self._last_seconds = 0.0
@@ -187,14 +186,14 @@ class WeightSync(EngineSync):
         with self._ranks.round(_CONNECTING, 2 * deadlines.SYNC_CONTROL) as reached:
             if self.rank == 0:
                 self._fleet = EngineFleet([engine.url for engine in found])
-                with naming_engine():
+                with explain_engine_errors():
                     route = find_route(
                         self.config, self._fleet, self._hf_config, on_this_node=on_this_node
                     )
                 reached.value = route.to_json()
         route = Route.from_json(reached.value)
         self._ranks.sources = route.sources
-        self._opens = route.opens
+        self._opens_layers = route.opens
         if not self._prepare(route, found):
             self._prepare(dataclasses.replace(route, in_runs=False), found)
 
@@ -207,12 +206,12 @@ class WeightSync(EngineSync):
         """
         self._source = self._source_for(route)
         parameters = self._source.parameters
-        self._groups = parameters.family.load_groups(parameters.spec)
+        self._load_groups = parameters.family.load_groups(parameters.spec)
         # both are collective, so they stay outside the block below
         contents = _StageContents.of(self._source, with_shapes=route.asks_ranks)
         gloo = self._gloo_group() if route.kind == "ipc" else None
         self._stage_seconds = [2 * deadlines.DISTRIBUTED_JOIN for _ in route.sources]
-        explained = naming_engine() if self.rank == 0 else nullcontext()
+        explained = explain_engine_errors() if self.rank == 0 else nullcontext()
         with (
             self._ranks.round(
                 _CONNECTING, sum(self._stage_seconds) + 2 * deadlines.SYNC_CONTROL
@@ -231,7 +230,7 @@ class WeightSync(EngineSync):
                     gloo,
                     stage,
                     self._await_turn,
-                    self._groups.members,
+                    self._load_groups.members,
                 )
             if stage is not None:
                 self._ranks.report(asdict(contents))
@@ -241,11 +240,9 @@ class WeightSync(EngineSync):
                 ]
                 if self._prepare_check(route, engines, stages):
                     assert self._check is not None
+                    compared = digest_to_json(self._check.digest)
                     nbytes = [stage.nbytes for stage in stages]
-                    connected.value = {
-                        "digest": digest_to_json(self._check.digest),
-                        "nbytes": nbytes,
-                    }
+                    connected.value = {"digest": compared, "nbytes": nbytes}
         if connected.value is None:
             return False
         nbytes = connected.value["nbytes"]
@@ -263,7 +260,7 @@ class WeightSync(EngineSync):
         if isinstance(digest, SliceDigest):
             names = [name for name in names if digest.slices.get(name)]
         return kinds_of(names) + [
-            list(group) for group in self._groups.among(names) if set(group) <= set(names)
+            list(group) for group in self._load_groups.among(names) if set(group) <= set(names)
         ]
 
     def _source_for(self, route: Route) -> WeightSource:
@@ -316,7 +313,7 @@ class WeightSync(EngineSync):
             self._sampler.end()
         self._last_seconds = receipt.seconds["total"]
         self.version = version
-        self._num_pushes = self._num_pushes + 1
+        self._num_pushes += 1
         logger.info("%s", receipt)
         return receipt
 
@@ -354,7 +351,9 @@ class WeightSync(EngineSync):
     @property
     def _push_seconds(self) -> float:
         """Return the seconds that all phases of a push may take together."""
-        return 6 * deadlines.SYNC_CONTROL + (3 if self._opens else 2) * sum(self._stage_seconds)
+        return 6 * deadlines.SYNC_CONTROL + (3 if self._opens_layers else 2) * sum(
+            self._stage_seconds
+        )
 
     def _gloo_group(self) -> dist.ProcessGroup | None:
         """Make the gloo group of all trainer ranks, which exchanges handles without the GPU.
@@ -414,7 +413,7 @@ class WeightSync(EngineSync):
             # so tensors that the push omits cannot look correct
             with self._phase("reset", version, seconds):
                 fleet.post("/weights_checker", {"action": "reset_tensors"}, self._control_seconds)
-        if self._opens:
+        if self._opens_layers:
             with self._phase("open", version, seconds):
                 self._check.open_layers(self._control_seconds)
         with ExitStack() as session:
@@ -423,13 +422,13 @@ class WeightSync(EngineSync):
                 self._check.begin(self._control_seconds)
                 self._send(tensors, version)
                 stages = self._ranks.reports(self._stage_seconds)
-                sent = _StageSent.of_all([_StageSent.from_json(sent) for sent in stages])
+                sent = _StageSent.merged([_StageSent.from_json(stage) for stage in stages])
             with self._phase("flush", version, seconds):
                 fleet.flush_cache(self._control_seconds)
             with self._phase("check", version, seconds):
                 loaded = self._compare(version, sent, verify_all)
                 session.close()
-        if self._opens:
+        if self._opens_layers:
             with self._phase("close", version, seconds):
                 self._check.close_layers(deadline_for(sent.amount.nbytes))
         self._is_interrupted = False
@@ -440,14 +439,17 @@ class WeightSync(EngineSync):
             logger.warning(
                 "version %d has matrices of zeros alone: %s", version, ", ".join(sent.zeros[:4])
             )
-        amount = sent.amount
-        zeros = tuple(sent.zeros)
-        # tensors in an unknown layout cannot be compared
-        full = verify_all and not self._check.unknown
-        checked = tuple(name for name, fingerprints in sent.fingerprints.items() if fingerprints)
-        how = self._transport.name
         return Receipt(
-            version, amount.num_tensors, amount.nbytes, seconds, how, checked, full, zeros, loaded
+            version=version,
+            num_tensors=sent.amount.num_tensors,
+            nbytes=sent.amount.nbytes,
+            seconds=seconds,
+            transport=self._transport.name,
+            checked=tuple(name for name, digests in sent.fingerprints.items() if digests),
+            # tensors in an unknown layout cannot be compared
+            full=verify_all and not self._check.unknown,
+            zeros=tuple(sent.zeros),
+            loaded=loaded,
         )
 
     def _pause(self, fleet: EngineFleet) -> None:
@@ -484,7 +486,7 @@ class WeightSync(EngineSync):
         return held.loaded
 
     def _dropped(self, name: str, where: str) -> str:
-        others = [other for other in self._groups.members(name) if other != name]
+        others = [other for other in self._load_groups.members(name) if other != name]
         paired = f" (SGLang loads it only together with {', '.join(others)})" if others else ""
         return f"{name} was sent and not loaded by {where}{paired}"
 
@@ -525,9 +527,8 @@ class _StageContents:
 
         Shapes need one gathering of all weights, which also sets up the communicators.
         """
-        shapes = (
-            {name: list(tensor.shape) for name, tensor in source.tensors()} if with_shapes else {}
-        )
+        tensors = source.tensors() if with_shapes else ()
+        shapes = {name: list(tensor.shape) for name, tensor in tensors}
         return _StageContents(source.names(), source.nbytes(), shapes)
 
 
@@ -541,15 +542,14 @@ class _StageSent:
     zeros: list[str]
 
     @staticmethod
-    def from_json(words: dict[str, Any]) -> _StageSent:
-        return _StageSent(**words | {"amount": Transferred(**words["amount"])})
+    def from_json(fields: dict[str, Any]) -> _StageSent:
+        return _StageSent(**fields | {"amount": Transferred(**fields["amount"])})
 
     @staticmethod
-    def of_all(stages: Sequence[_StageSent]) -> _StageSent:
+    def merged(stages: Sequence[_StageSent]) -> _StageSent:
+        num_tensors = sum(stage.amount.num_tensors for stage in stages)
         return _StageSent(
-            Transferred(
-                sum(s.amount.num_tensors for s in stages), sum(s.amount.nbytes for s in stages)
-            ),
+            Transferred(num_tensors, sum(stage.amount.nbytes for stage in stages)),
             [name for stage in stages for name in stage.names],
             {name: digest for stage in stages for name, digest in stage.fingerprints.items()},
             [name for stage in stages for name in stage.zeros],
@@ -557,7 +557,7 @@ class _StageSent:
 
 
 @contextmanager
-def naming_engine() -> Iterator[None]:
+def explain_engine_errors() -> Iterator[None]:
     """Convert failures of an engine or a stage while preparing pushes into messages with
     remedies."""
     try:

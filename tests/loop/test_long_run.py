@@ -25,7 +25,7 @@ _LASTING = {
 }
 #: That a thousand steps may bring: rows of metrics that alarms look at, and what an allocator
 #: keeps.
-_MOST_MB, _MOST_DESCRIPTORS, _MOST_THREADS = 40.0, 12, 8
+_MAX_MB, _MAX_DESCRIPTORS, _MAX_THREADS = 40.0, 12, 8
 _STEP_SECONDS = 600.0
 
 
@@ -59,7 +59,7 @@ def test_nothing_grows(tmp_path: Path, start_held: StartHeld) -> None:
     thousands = (max(seen) - _SETTLED) / 1000
     for name in _LASTING:
         grown = [(after - before) / thousands for before, after in zip(first[name], last[name])]
-        assert grown[0] < _MOST_MB and grown[1] < _MOST_DESCRIPTORS and grown[2] < _MOST_THREADS, (
+        assert grown[0] < _MAX_MB and grown[1] < _MAX_DESCRIPTORS and grown[2] < _MAX_THREADS, (
             name,
             seen,
         )

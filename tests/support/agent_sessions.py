@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 from typing import Any
 
-from slime.agents.conversation import Ask, Speech, clean
+from slime.agents.conversation import AgentRequest, ChatFormat, clean
 from slime.agents.session import AgentSession
 from slime.agents.turns import samples_of
 from slime.prompts.conversation import Messages
@@ -20,30 +20,30 @@ def user(text: str) -> dict[str, Any]:
 
 
 def session_of(play: Play, **options: Any) -> AgentSession:
-    speech = Speech.of(play.model.tokenizer, "", play.state.end_tokens)
+    chat_format = ChatFormat.of(play.model.tokenizer, "", play.state.end_tokens)
 
     def in_a_rollout() -> AgentSession:
         bind_state(play.state)
         return AgentSession(
-            play.state, play.sample, play.state.params_for(play.sample), speech, **options
+            play.state, play.sample, play.state.params_for(play.sample), chat_format, **options
         )
 
     return contextvars.copy_context().run(in_a_rollout)
 
 
-def talk(play: Play, *conversations: Messages | Ask, **options: Any) -> AgentSession:
+def talk(play: Play, *conversations: Messages | AgentRequest, **options: Any) -> AgentSession:
     """Ask one after the other. A message that is a number stands for what was said in that turn."""
     session = session_of(play, **options)
 
     async def run() -> None:
         for asked in conversations:
-            ask = asked if isinstance(asked, Ask) else Ask([])
-            messages = ask.messages if isinstance(asked, Ask) else asked
+            ask = asked if isinstance(asked, AgentRequest) else AgentRequest([])
+            messages = ask.messages if isinstance(asked, AgentRequest) else asked
             said = [
                 session.tree.turns[m].reading.message() if isinstance(m, int) else m
                 for m in messages
             ]
-            await session.answer(Ask(**{**vars(ask), "messages": clean(said)}))
+            await session.answer(AgentRequest(**{**vars(ask), "messages": clean(said)}))
 
     asyncio.run(run())
     return session

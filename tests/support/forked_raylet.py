@@ -76,7 +76,7 @@ def _stdio(given: _Given) -> list[int]:
 
 
 def _become_guard(driver: socket.socket) -> NoReturn:
-    data, stdio, _, _ = socket.recv_fds(driver, preloaded._MOST_BYTES, 3)
+    data, stdio, _, _ = socket.recv_fds(driver, preloaded._MAX_BYTES, 3)
     if not data:
         os._exit(0)
     request = json.loads(data)

@@ -101,8 +101,8 @@ class Norm:
             )
             for name, shape in (("x", self.shape), ("weight", self.shape[-1:]))
         ]
-        limit = self.programs or rms_norm._MOST_PROGRAMS
-        with mock.patch.object(rms_norm, "_MOST_PROGRAMS", limit):
+        limit = self.programs or rms_norm._MAX_PROGRAMS
+        with mock.patch.object(rms_norm, "_MAX_PROGRAMS", limit):
             return compared(ours, exact, inputs)
 
 

@@ -157,7 +157,7 @@ KINDS: dict[str, tuple[str, tuple[object, ...]]] = {
 }
 #: Kills of a run.
 _KILLS = 6
-_MOST_LAUNCHES = 20
+_MAX_LAUNCHES = 20
 #: From its start, within which a driver is struck that is not to come up.
 _LAUNCH_SECONDS = 20.0
 
@@ -248,7 +248,7 @@ class Struck:
     def _again(self) -> None:
         if self.end() == 0:
             raise AssertionError(f"finished too early, after {self.out.kills}")
-        if self.out.launches >= _MOST_LAUNCHES:
+        if self.out.launches >= _MAX_LAUNCHES:
             raise AssertionError(f"does not go on: {self.driver.stderr[-2000:]}")
         self.driver = self.begin()
 
@@ -291,7 +291,7 @@ class Struck:
                 self.strike(number, self.dice.choice(list(VICTIMS)))
             (self.hold / "hold-groups-from").unlink(missing_ok=True)
             while self.end() != 0:
-                assert self.out.launches < _MOST_LAUNCHES, self.driver.stderr[-2000:]
+                assert self.out.launches < _MAX_LAUNCHES, self.driver.stderr[-2000:]
                 self.driver = self.begin()
             self._check()
             shutil.copyfile(self.driver.path / "model" / "model.safetensors", kept)

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from benchmarks.agent_clients import openai_of
-from slime.agents.conversation import Ask, clean
+from slime.agents.conversation import AgentRequest, clean
 from slime.agents.endpoint import AgentEndpoint, AgentError
 from slime.agents.session import Refusal
 from slime.engines.reasoning import FORMATS, THINK, SplitReasoning, reasoning_format
@@ -25,9 +25,11 @@ def test_a_full_context_refuses_and_its_branch_is_truncated() -> None:
     session = session_of(play)
 
     async def run() -> None:
-        turn = await session.answer(Ask(clean([user("1")])))
+        turn = await session.answer(AgentRequest(clean([user("1")])))
         with pytest.raises(Refusal, match="too long") as refused:
-            await session.answer(Ask(clean([user("1"), turn.reading.message(), user("2" * 60)])))
+            await session.answer(
+                AgentRequest(clean([user("1"), turn.reading.message(), user("2" * 60)]))
+            )
         assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
 
     asyncio.run(run())
@@ -42,12 +44,14 @@ def full_context(*then: str, rewritten: bool = False) -> list[SampleStatus]:
     session = session_of(play)
 
     async def run() -> None:
-        turn = await session.answer(Ask(clean([user("1")])))
+        turn = await session.answer(AgentRequest(clean([user("1")])))
         with pytest.raises(Refusal, match="too long"):
             before = user("a summary") if rewritten else user("1")
-            await session.answer(Ask(clean([before, turn.reading.message(), user("2" * 60)])))
+            await session.answer(
+                AgentRequest(clean([before, turn.reading.message(), user("2" * 60)]))
+            )
         for text in then:
-            await session.answer(Ask(clean([user(text)])))
+            await session.answer(AgentRequest(clean([user(text)])))
 
     asyncio.run(run())
     return [sample.status for sample in check(play, session)]
@@ -69,14 +73,16 @@ def test_of_branches_the_one_that_was_too_long_is_truncated() -> None:
     session = session_of(play)
 
     async def run() -> None:
-        first = await session.answer(Ask(clean([user("1")])))
-        await session.answer(Ask(clean([user("2")])))
+        first = await session.answer(AgentRequest(clean([user("1")])))
+        await session.answer(AgentRequest(clean([user("2")])))
         play.model.held = asyncio.Event()
-        waiting = asyncio.create_task(session.answer(Ask(clean([user("3")]))))
+        waiting = asyncio.create_task(session.answer(AgentRequest(clean([user("3")]))))
         while len(play.model.asked) < 3:
             await asyncio.sleep(0)
         with pytest.raises(Refusal, match="too long"):
-            await session.answer(Ask(clean([user("1"), first.reading.message(), user("2" * 60)])))
+            await session.answer(
+                AgentRequest(clean([user("1"), first.reading.message(), user("2" * 60)]))
+            )
         play.model.held.set()
         await waiting
 
@@ -97,10 +103,10 @@ def test_a_request_that_the_template_refuses_is_no_turn() -> None:
 
     async def run() -> None:
         with pytest.raises(BadRequest, match="no tool begins"):
-            await session.answer(Ask(clean([{"role": "tool", "content": "4"}])))
-        await session.answer(Ask(clean([user("1")])))
+            await session.answer(AgentRequest(clean([{"role": "tool", "content": "4"}])))
+        await session.answer(AgentRequest(clean([user("1")])))
         with pytest.raises(Refusal, match="may take 1 turns"):
-            await session.answer(Ask(clean([user("1")])))
+            await session.answer(AgentRequest(clean([user("1")])))
 
     asyncio.run(run())
 
@@ -109,7 +115,7 @@ def test_a_stop_string_of_the_run_is_one_string_and_not_its_letters() -> None:
     play = Play(["x TOP y STOP z"])
     session = session_of(play)
     session.params["stop"] = "STOP"
-    turn = asyncio.run(session.answer(Ask(clean([user("1")]))))
+    turn = asyncio.run(session.answer(AgentRequest(clean([user("1")]))))
     assert (turn.reading.text, turn.reading.stop) == ("x TOP y ", "STOP")
     assert play.model.calls[0]["params"]["stop"] == ["STOP"]
 
@@ -124,7 +130,9 @@ def test_who_asks_the_same_twice_gets_two_seeds() -> None:
 def test_of_a_clients_sampling_only_fewer_tokens_and_more_stops_count() -> None:
     play = Play(["abc", "x STOP y"], max_new_tokens=50)
     session = talk(
-        play, Ask([user("1")], max_tokens=2), Ask([user("1")], max_tokens=900, stop=("STOP",))
+        play,
+        AgentRequest([user("1")], max_tokens=2),
+        AgentRequest([user("1")], max_tokens=900, stop=("STOP",)),
     )
     first, second = (call["params"] for call in play.model.calls)
     assert (

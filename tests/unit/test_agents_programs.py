@@ -47,7 +47,7 @@ def test_it_gets_its_variables_and_its_output_and_status_come_back(tmp_path: Pat
 
 
 def test_of_what_it_writes_without_end_the_end_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "_MOST_OUTPUT", 10)
+    monkeypatch.setattr(programs, "_MAX_OUTPUT", 10)
     code = "print('x' * 100_000); print('the end')"
     assert asyncio.run(run_program([sys.executable, "-c", code], {})).output == "x\nthe end\n"
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.agents.conversation import Ask, clean, key_of
+from slime.agents.conversation import AgentRequest, clean, key_of
 from slime.agents.turns import Turn, samples_of
 from slime.prompts.chat_template import (
     _PAST_PROBE,
@@ -106,8 +106,8 @@ def test_every_token_keeps_the_version_of_its_turn() -> None:
 )
 def test_what_comes_back_goes_on_with_its_tokens(line: Any) -> None:
     play = Play([line, "b<|im_end|>"])
-    first = Ask([user("Hi")], tools=TOOLS)
-    session = talk(play, first, Ask([user("Hi"), 0, user("on")], tools=TOOLS))  # type: ignore[list-item]
+    first = AgentRequest([user("Hi")], tools=TOOLS)
+    session = talk(play, first, AgentRequest([user("Hi"), 0, user("on")], tools=TOOLS))  # type: ignore[list-item]
     (sample,) = check(play, session)
     assert session.tree.turns[1].parent is session.tree.turns[0]
     assert sample.tokens[sample.prompt_length :][: len(play.model.said[0])] == play.model.said[0]
@@ -195,7 +195,7 @@ def test_a_client_that_drops_reasoning_branches_and_keeps_the_tokens_of_the_rest
 
 def test_other_tools_are_another_conversation() -> None:
     play = Play(["a<|im_end|>", "b<|im_end|>"])
-    session = talk(play, [user("1")], Ask([user("1"), 0, user("2")], tools=TOOLS))  # type: ignore[list-item]
+    session = talk(play, [user("1")], AgentRequest([user("1"), 0, user("2")], tools=TOOLS))  # type: ignore[list-item]
     assert len(check(play, session)) == 2
 
 
@@ -247,8 +247,8 @@ def test_the_same_told_in_another_way_is_found_by_its_tokens() -> None:
 
 def test_a_twin_of_what_was_said_goes_on_from_its_own_call() -> None:
     play = Play([f"{CALL}<|im_end|>", f"{CALL} <|im_end|>", "c<|im_end|>"])
-    ask = Ask([user("1")], tools=TOOLS)
-    session = talk(play, ask, ask, Ask([user("1"), 0, user("2")], tools=TOOLS))  # type: ignore[list-item]
+    ask = AgentRequest([user("1")], tools=TOOLS)
+    session = talk(play, ask, ask, AgentRequest([user("1"), 0, user("2")], tools=TOOLS))  # type: ignore[list-item]
     assert session.tree.turns[2].parent is session.tree.turns[0]
     check(play, session)
 
@@ -332,9 +332,9 @@ def test_any_tree_trains_each_sampled_token_once_and_is_what_the_engine_saw(
                 )
 
 
-def _next_ask(what: str, which: int, number: int, base: Turn | None) -> Ask:
+def _next_ask(what: str, which: int, number: int, base: Turn | None) -> AgentRequest:
     if base is None or what == "anew":
-        return Ask(clean([user(f"question {number % 3}")]), tools=TOOLS)
+        return AgentRequest(clean([user(f"question {number % 3}")]), tools=TOOLS)
     messages = [*base.ask.messages, base.reading.message(), user(f"more {which % 4}")]
     if what == "drop the beginning":
         messages = [user("in short"), *messages[1 + which % len(messages) :]]
@@ -344,7 +344,7 @@ def _next_ask(what: str, which: int, number: int, base: Turn | None) -> Ask:
         messages = [
             {k: v for k, v in message.items() if k != "reasoning_content"} for message in messages
         ]
-    return Ask(clean(messages), tools=None if what == "drop tools" else base.ask.tools)
+    return AgentRequest(clean(messages), tools=None if what == "drop tools" else base.ask.tools)
 
 
 def _holds(tokens: list[int], part: list[int]) -> bool:

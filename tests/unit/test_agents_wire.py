@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from slime.agents.conversation import Speech
+from slime.agents.conversation import ChatFormat
 from slime.agents.endpoint import AgentEndpoint
 from slime.prompts.chat_template import in_turns, takes_any_order
 from tests.support.agents import TEMPLATE, Play, tokenizer
@@ -197,6 +197,6 @@ def test_a_template_tells_whether_it_takes_any_order() -> None:
     found = copy.copy(tokenizer())
     taken = []
     for found.chat_template in (TEMPLATE, STRICT, GATHERED):
-        Speech.of(found, "", {EOS})
+        ChatFormat.of(found, "", {EOS})
         taken.append(takes_any_order(found))
     assert taken == [True, False, False]

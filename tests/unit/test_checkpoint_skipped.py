@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slime.checkpoints import directory as ckpt
-from slime.checkpoints.load_plan import LoadPlan, going_on, resolve_load
+from slime.checkpoints.load_plan import LoadPlan, config_for_resume, resolve_load
 from slime.config import make_config
 from slime.errors import UserError
 from tests.support import megatron_jobs as jobs
@@ -67,7 +67,7 @@ def root(tmp_path: Path) -> Path:
 def resumed(root: Path) -> LoadPlan:
     """As by `slime resume`, of a run that began elsewhere."""
     return resolve_load(
-        going_on(make_config(save=str(root), load="elsewhere", ckpt_step=7, num_rollout=9))
+        config_for_resume(make_config(save=str(root), load="elsewhere", ckpt_step=7, num_rollout=9))
     )
 
 

@@ -308,7 +308,7 @@ def test_a_generate_function_that_brings_older_tokens(
 
 
 def test_a_generate_function_that_brings_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collect, "_MOST_DROPS", 30)
+    monkeypatch.setattr(collect, "_MAX_DROPS", 30)
     generate = GroupRunner.run
 
     async def brings(runner: GroupRunner, run: Any) -> None:
@@ -522,7 +522,7 @@ async def collect_with(
 
 
 def test_a_filter_that_drops_everything_ends_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collect, "_MOST_DROPS", 25)
+    monkeypatch.setattr(collect, "_MAX_DROPS", 25)
     source = FakeSource(1)
     drop_all = lambda args, samples: DynamicFilterOutput(False, reason="zero_std_0.0")  # noqa: E731
     with pytest.raises(UserError, match="dropped 25 groups in a row") as caught:

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from slime.cluster.engine_table import ALL_MEMORY, MOST_RESTARTS, EngineEntry, EngineTable, State
+from slime.cluster.engine_table import ALL_MEMORY, MAX_RESTARTS, EngineEntry, EngineTable, State
 
 NUMBERS = st.integers(0, 3)
 TAGS = st.lists(st.sampled_from(ALL_MEMORY), min_size=1, max_size=3, unique=True)
@@ -143,14 +143,14 @@ TestEvents = Events.TestCase
 def test_dying_once_too_often() -> None:
     table = EngineTable([EngineEntry(0, ("engine-0",))])
     table.mark_launched(0, ["http://host:1"])
-    for _ in range(MOST_RESTARTS):
+    for _ in range(MAX_RESTARTS):
         assert not table.mark_lost(0, "was killed").died_too_often
         table.mark_started_again(0, {})
         table.mark_came_up(0, ["http://host:1"])
         table.rejoin()
         table.mark_admitted(0)
     assert table.mark_lost(0, "was killed").died_too_often
-    assert len(table.pop_seconds_away()) == MOST_RESTARTS and table.pop_seconds_away() == []
+    assert len(table.pop_seconds_away()) == MAX_RESTARTS and table.pop_seconds_away() == []
 
 
 def test_what_is_no_state_for_it_is_our_mistake() -> None:

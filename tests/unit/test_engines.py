@@ -22,7 +22,7 @@ from slime.cluster.engine_actor import ServerExit
 from slime.cluster.engine_table import (
     CACHE,
     GRAPHS,
-    MOST_RESTARTS,
+    MAX_RESTARTS,
     WEIGHTS,
     EngineEntry,
     EngineTable,
@@ -318,10 +318,10 @@ def test_a_router_that_dies_too_often_ends_the_run(worlds: Worlds) -> None:
         world.dead["router"] = ServerExit(KILLED, "", "http://router:4000", pid=pid)
         world.engines.poll_for_deaths()
 
-    for pid in range(MOST_RESTARTS):
+    for pid in range(MAX_RESTARTS):
         die(pid)
     world.engines.reset_death_counts()
-    for pid in range(10, 10 + MOST_RESTARTS):
+    for pid in range(10, 10 + MAX_RESTARTS):
         die(pid)
     with pytest.raises(RunFailed, match=r"router \(pid 20\) died 4 times .* was killed"):
         die(20)
@@ -381,10 +381,10 @@ def test_dying_too_often_ends_the_run_with_its_last_words(worlds: Worlds) -> Non
         world.weights.push()
 
     for _ in range(3):
-        for _ in range(MOST_RESTARTS):
+        for _ in range(MAX_RESTARTS):
             die_and_return()
         world.engines.reset_death_counts()
-    for _ in range(MOST_RESTARTS):
+    for _ in range(MAX_RESTARTS):
         die_and_return()
     world.die(0)
     with pytest.raises(
@@ -398,10 +398,10 @@ def test_a_start_that_fails_is_tried_again_so_many_times(worlds: Worlds) -> None
     world = worlds()
     world.die(0)
     world.engines.poll_for_deaths()
-    for attempt in range(MOST_RESTARTS):
+    for attempt in range(MAX_RESTARTS):
         assert len(world.starts) == attempt + 1
         world.starts[-1][1].set_exception(UserError("out of memory"))
-        if attempt + 1 < MOST_RESTARTS:
+        if attempt + 1 < MAX_RESTARTS:
             world.engines.poll()
     with pytest.raises(UserError, match="out of memory"):
         world.engines.poll()

@@ -554,7 +554,7 @@ def test_the_kind_of_gpu_is_asked_of_the_driver(
 
 def test_the_measurements_of_the_calibration_are_positive() -> None:
     assert calibrate.product_rate(64, "cpu", 0.01) > 0
-    assert calibrate.copied(1 << 16, "cpu", "cpu", 0.01) > 0
+    assert calibrate.copy_rate(1 << 16, "cpu", "cpu", 0.01) > 0
     assert 0 < calibrate.operation_seconds("cpu", 0.01, count=10) < 1
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.agents.conversation import Ask, Speech
+from slime.agents.conversation import AgentRequest, ChatFormat
 from slime.engines.reasoning import SplitReasoning, reasoning_format
 from slime.engines.tool_calls import FORMATS, Call, Reply, tool_format
 from slime.prompts.chat_template import render_messages
@@ -137,12 +137,12 @@ def test_a_turn_of_the_template_is_read_back(message: dict[str, Any]) -> None:
     whole = render_messages(tokenizer, [USER, message], tools=SCHEMAS, add_generation_prompt=False)
     assert whole.startswith(prompt) and prompt.endswith("<|start|>assistant")
     ends = {tokenizer.convert_tokens_to_ids(end) for end in ("<|return|>", "<|call|>")}
-    speech = Speech.of(tokenizer, "gpt_oss", ends)
+    chat_format = ChatFormat.of(tokenizer, "gpt_oss", ends)
     before, tokens = (
         tokenizer.encode(text, add_special_tokens=False) for text in (prompt, whole[len(prompt) :])
     )
-    assert not speech.opens_reasoning(before)
-    read = speech.read(tokens, Ask([USER], SCHEMAS), opened=False, stop=())
+    assert not chat_format.opens_reasoning(before)
+    read = chat_format.read(tokens, AgentRequest([USER], SCHEMAS), opened=False, stop=())
     assert read.text == message["content"]
     assert read.reasoning == message.get("reasoning_content")
     calls = [one["function"] for one in read.calls]
@@ -150,7 +150,7 @@ def test_a_turn_of_the_template_is_read_back(message: dict[str, Any]) -> None:
     assert [(one["name"], json.loads(one["arguments"])) for one in calls] == [
         (one["name"], one["arguments"]) for one in wanted
     ]
-    visible = tokenizer.decode(speech.visible_part(tokens))
+    visible = tokenizer.decode(chat_format.visible_part(tokens))
     assert "They ask." not in visible and not visible.startswith("<|start|>assistant")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slime.__main__ import main
-from slime.checkpoints.load_plan import going_on
+from slime.checkpoints.load_plan import config_for_resume
 from slime.config import Config, make_config
 from slime.config.hidden import with_secrets
 from slime.errors import UserError
@@ -76,15 +76,15 @@ def test_what_said_where_the_first_launch_began_counts_no_more(tmp_path: Path) -
         "finetune": True,
     }
     config = make_config(num_rollout=4, start_rollout_id=3, **given)
-    assert going_on(config) == config, "before the first checkpoint it begins there again"
+    assert config_for_resume(config) == config, "before the first checkpoint it begins there again"
     complete(tmp_path / "own", 5)
     (tmp_path / "own" / "latest_checkpointed_iteration.txt").write_text("5")
-    again = going_on(config)
+    again = config_for_resume(config)
     flags = again.checkpoint
     assert (flags.load, flags.ckpt_step, flags.finetune) == (flags.save, None, False)
     assert again.rollout.start_rollout_id is None
     with pytest.raises(UserError, match="saves no checkpoints"):
-        going_on(make_config(num_rollout=4))
+        config_for_resume(make_config(num_rollout=4))
 
 
 @pytest.mark.parametrize(("load", "stays"), [("other", True), ("own", False)])
@@ -102,12 +102,12 @@ def test_the_journal_of_a_run_that_has_no_checkpoint_yet(
         rollout_batch_size=1,
         num_rollout=4,
     )
-    session = Session(going_on(config), StopSignals(), resuming=False)
+    session = Session(config_for_resume(config), StopSignals(), resuming=False)
     session.close()
     record = session.run.journal / "rollout_000000.log"
     record.parent.mkdir()
     record.touch()
-    session = Session(going_on(config), StopSignals(), resuming=True)
+    session = Session(config_for_resume(config), StopSignals(), resuming=True)
     session.close()
     assert record.exists() == stays
 

@@ -9,7 +9,7 @@ from unittest import mock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.rollout.resumed_requests import MOST_IDLE_CUTS, answered, is_cut, piece
+from slime.rollout.resumed_requests import MAX_IDLE_CUTS, answered, is_cut, piece
 from tests.support.fake_engine import answer
 
 PROMPT = [5, 6]
@@ -100,7 +100,7 @@ def test_a_rollout_that_ends_cuts_answers_for_good() -> None:
 def test_an_engine_that_only_aborts_is_not_asked_for_ever() -> None:
     engine = Engine([0] * 999)
     assert is_cut(ask(engine, {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 6}}))
-    assert len(engine.bodies) == MOST_IDLE_CUTS
+    assert len(engine.bodies) == MAX_IDLE_CUTS
 
 
 def test_a_chat_that_the_end_of_a_rollout_cuts_comes_back_as_it_is() -> None:

@@ -84,7 +84,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         monkeypatch.setattr(
             module,
             "preflight",
-            lambda config: LoadPlan("hf", root, None, 0, False, False, False, ""),
+            lambda config: LoadPlan(kind="hf", path=root, note=""),
         )
         monkeypatch.setattr(module, "check_memory", lambda config: None)
         monkeypatch.setattr(module, "setup_logging", lambda *_, **__: None)

@@ -143,7 +143,7 @@ def test_engines_on_gpus_of_their_own_are_opened_too(
             assert receipt.transport == by and receipt.full
             assert set(receipt.checked) == set(tensors_of(folders["trained-fp8"]))
             assert "open" in receipt.seconds and "close" in receipt.seconds
-            sync._opens = False
+            sync._opens_layers = False
             with pytest.raises(UserError, match=r"phase 'transfer'(.|\n)*weight_loader"):
                 sync.push()
         finally:
@@ -164,10 +164,10 @@ def test_a_receipt_does_not_count_what_no_engine_was_asked_for(
 def test_a_push_that_broke_off_in_the_transfer_is_begun_again(
     sync: WeightSync, server: FakeSGLang
 ) -> None:
-    sync._opens = False
+    sync._opens_layers = False
     with pytest.raises(UserError, match=r"phase 'transfer'(.|\n)*weight_loader"):
         sync.push()
-    sync._opens = True
+    sync._opens_layers = True
     assert sync.push().version == 1 and server.process.is_alive()
 
 

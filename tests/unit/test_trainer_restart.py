@@ -13,7 +13,7 @@ import pytest
 
 from slime.cluster import run_cluster as module
 from slime.cluster.rollout_actor import Generating
-from slime.cluster.run_cluster import Cluster, connect_rollout
+from slime.cluster.run_cluster import Cluster
 from slime.cluster.trainer_group import TrainerStart
 from slime.cluster.waiting import NoEngineLeft, StopRequested
 from slime.config import make_config
@@ -70,7 +70,7 @@ class Told(Cluster):
 
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "going_on", lambda config: config)
+    monkeypatch.setattr(module, "config_for_resume", lambda config: config)
     monkeypatch.setattr(module, "wait_for", lambda *_: [])
     monkeypatch.setattr(module, "remove_stale", lambda: None)
 
@@ -116,8 +116,10 @@ class DyingRouter:
 
     def __init__(self, tries: int) -> None:
         self.tries, self.asked = tries, 0
+        self.routers = SimpleNamespace(url="http://router", urls={})
+        self.keys: dict[str, str] = {}
 
-    def connect(self) -> None:
+    def connect(self, url: str, urls: dict[str, str], keys: dict[str, str]) -> None:
         self.asked += 1
         if self.asked < self.tries:
             raise EngineError("http://router", "connection refused")
@@ -136,9 +138,11 @@ class DyingRouter:
 def test_a_router_that_dies_in_the_launch_is_asked_again_where_it_is_started_again(
     tolerant: bool, tries: int, works: bool
 ) -> None:
-    router: Any = DyingRouter(tries)
+    router: Any = DyingRouter(tries)  # the rollout actor and the engines too
+    faults = SimpleNamespace(use_fault_tolerance=tolerant)
+    cluster: Any = SimpleNamespace(config=SimpleNamespace(fault_tolerance=faults))
     with nullcontext() if works else pytest.raises(RunFailed, match="connecting to the router"):
-        connect_rollout(router.connect, router.explain_failures, tolerant=tolerant)
+        Cluster._connect_router(cluster, router, router)
     assert router.asked == 1 + tolerant
 
 
@@ -155,7 +159,7 @@ def test_no_trainer_is_started_again_without_ray(
         config=make_config(rollout_batch_size=1, save="checkpoints", max_restarts=2),
         cluster=SimpleNamespace(is_loss_of_trainers=lambda error: True),
         signals=SimpleNamespace(requested=lambda: False),
-        _restarts=0,
+        _num_restarts=0,
     )
     assert session.Session.may_restart_trainer(run, RunFailed("trainer-0 died")) == (not dead)
     assert ("Ray's raylet has ended" in caplog.text) == bool(dead)
@@ -169,8 +173,8 @@ def test_no_trainer_is_started_again_of_a_run_that_is_to_stop(
         config=make_config(rollout_batch_size=1, save="checkpoints", max_restarts=2),
         cluster=SimpleNamespace(is_loss_of_trainers=lambda error: True),
         signals=SimpleNamespace(requested=lambda: True),
-        _restarts=0,
+        _num_restarts=0,
     )
     with pytest.raises(StopRequested):
         session.Session.may_restart_trainer(run, RunFailed("trainer-0 died"))
-    assert run._restarts == 0
+    assert run._num_restarts == 0

@@ -29,5 +29,5 @@ def record_of(cls: type[Record], row: Mapping[str, Any]) -> Record:
 
 
 def read_text(name: str) -> str:
-    """The text of a file of this folder."""
+    """Return the text of a file of this folder."""
     return Path(__file__).with_name(name).read_text(encoding="utf-8")

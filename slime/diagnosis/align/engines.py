@@ -34,7 +34,7 @@ from slime.models.images import ImageReader
 from slime.rollout.generate import encoded_images
 
 #: Maximum rows that ``/get_weights_by_name`` returns.
-_MOST_ROWS = 10_000
+_MAX_ROWS = 10_000
 _SLOTS = 16
 _PREFILL = 2048
 _CACHE_BYTES = 1 << 30
@@ -172,10 +172,10 @@ class EngineThere:
 
     def tensor(self, name: str) -> Tensor:
         found = torch.tensor(
-            self._ask("/get_weights_by_name", {"name": name, "truncate_size": _MOST_ROWS})
+            self._ask("/get_weights_by_name", {"name": name, "truncate_size": _MAX_ROWS})
         )
-        if len(found) == _MOST_ROWS:
-            raise Untested(f"the engine gives the first {_MOST_ROWS} rows of {name} only")
+        if len(found) == _MAX_ROWS:
+            raise Untested(f"the engine gives the first {_MAX_ROWS} rows of {name} only")
         return found
 
     def _ask(self, path: str, body: dict[str, Any] | None) -> Any:

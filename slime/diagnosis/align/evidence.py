@@ -151,11 +151,11 @@ class Differences:
             if chosen.any():
                 by[name] = size(self.values[chosen])
         if int(self.turn.max()) > 0:
-            for turn in range(min(int(self.turn.max()) + 1, _MOST_TURNS)):
+            for turn in range(min(int(self.turn.max()) + 1, _MAX_TURNS)):
                 if (chosen := self.turn == turn).any():
                     by[f"turn {turn + 1}"] = size(self.values[chosen])
         versions = self.version.unique().tolist()
-        for version in versions[-_MOST_TURNS:] if len(versions) > 1 else ():
+        for version in versions[-_MAX_TURNS:] if len(versions) > 1 else ():
             by[f"weights {version}" if version >= 0 else "weights unknown"] = size(
                 self.values[self.version == version]
             )
@@ -177,7 +177,7 @@ class Differences:
 
 
 _FEWEST_TO_TELL = 16
-_MOST_TURNS = 6
+_MAX_TURNS = 6
 
 
 def size(differences: Tensor) -> float:

@@ -25,7 +25,7 @@ _NEARLY_ALL = 0.9
 #: Number of forms of a cause that are kept, best first.
 _FORMS = 2
 #: Maximum number of combined causes, and the minimum that each adds to the share.
-_MOST_TOGETHER = 3
+_MAX_TOGETHER = 3
 _ADDS = 0.1
 
 #: All causes, specific ones before general ones; causes with equal shares rank in this order.
@@ -85,7 +85,7 @@ def together(differences: Tensor, tries: Sequence[tuple[Cause, Tried]]) -> Toget
     chosen: list[tuple[Cause, Tried, Side]] = []
     left = differences
     shares = [0.0]
-    while len(chosen) < _MOST_TOGETHER:
+    while len(chosen) < _MAX_TOGETHER:
         used = {cause.trouble.name for cause, _, _ in chosen}
         offers = [
             (cause, tried, side, predicted)

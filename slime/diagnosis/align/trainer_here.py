@@ -181,8 +181,8 @@ def batch_of(sample: Scored) -> TrainBatch:
 
 
 def _computes(module: Any) -> bool:
-    """Whether a module is not a placeholder. With Transformer Engine, norms are placeholders: its
-    linear layers contain them."""
+    """Tell whether a module is not a placeholder. With Transformer Engine, norms are placeholders:
+    its linear layers contain them."""
     return type(module).__name__ != "IdentityOp"
 
 

@@ -92,7 +92,7 @@ def _split(name: str) -> tuple[str, str, str]:
 
 
 def _manager() -> Any:
-    """The adapter manager of the process. A custom loader only gets the model, so search the
+    """Return the adapter manager of the process. A custom loader only gets the model, so search the
     callers' frames for it."""
     for owner in _callers():
         for runner in (owner, getattr(owner, "model_runner", None), _runner_of(owner)):

@@ -107,8 +107,8 @@ def untouched(model: nn.Module) -> list[str]:
 
 
 def _first_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """The first numbers of a tensor's first row, as a view of integers: eight bytes, or the whole
-    row if it is shorter."""
+    """Return the first numbers of a tensor's first row, as a view of integers: eight bytes, or the
+    whole row if it is shorter."""
     flat = tensor.detach()
     row = flat[(0,) * (flat.dim() - 1)] if flat.dim() else flat.reshape(1)
     return row[: max(1, _MARK_BYTES // flat.dtype.itemsize)].view(_WORDS[flat.dtype.itemsize])

@@ -184,8 +184,8 @@ def _method(module: nn.Module) -> Any:
 
 
 def _is_quantised(module: nn.Module) -> bool:
-    """Whether a quantisation method made the module's weights. In attention, such methods only make
-    the scales of the cache."""
+    """Tell whether a quantisation method made the module's weights. In attention, such methods only
+    make the scales of the cache."""
     method = _method(module)
     if method is None or not any("weight" in name for name in module._parameters):
         return False

@@ -43,12 +43,12 @@ def fingerprint(tensor: torch.Tensor) -> str:
 
 #: Below this many bytes, hashing takes ten milliseconds and threads gain nothing.
 _BYTES_FOR_THREADS = 256 << 20
-_MOST_THREADS = 8
+_MAX_THREADS = 8
 
 
 def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return the `fingerprint` of each tensor, by name; of many bytes on several cores."""
-    threads = min(_MOST_THREADS, num_cpus())
+    threads = min(_MAX_THREADS, num_cpus())
     if threads == 1 or sum(tensor.nbytes for tensor in tensors.values()) < _BYTES_FOR_THREADS:
         return _each_fingerprint(tensors.items())
     pairs = list(tensors.items())

@@ -91,8 +91,8 @@ class ExternalGroup:
     def join(
         address: str, port: int, name: str, backend: str, rank: int, world_size: int, timeout: float
     ) -> ExternalGroup:
-        """An engine's side: connect to the trainer's store and become rank ``rank``. Blocks until
-        all have joined.
+        """Connect an engine to the trainer's store as rank ``rank``. Block until all have
+        joined.
 
         Raises:
             torch.distributed.DistError: the others did not join within ``timeout`` seconds.

@@ -24,7 +24,7 @@ _ROUNDS = tl.constexpr(12582912.0)
 _NIBBLES = tl.constexpr(NIBBLES)
 _ELEMENTS_PER_PROGRAM = 4096
 #: Elements that one program can hold in registers: a block of 128×128.
-_MOST_ELEMENTS = 1 << 14
+_MAX_ELEMENTS = 1 << 14
 
 
 def takes(scheme: Int4 | Fp8) -> bool:
@@ -39,7 +39,7 @@ def takes(scheme: Int4 | Fp8) -> bool:
     if isinstance(scheme, Int4):
         return scheme.symmetric and NIBBLES <= scheme.group_size <= _ELEMENTS_PER_PROGRAM
     # one scale per block, or one for the whole weight; blocks of whole rows have an unknown size
-    return sizes[0] * sizes[1] <= _MOST_ELEMENTS if all(scheme.block) else not any(scheme.block)
+    return sizes[0] * sizes[1] <= _MAX_ELEMENTS if all(scheme.block) else not any(scheme.block)
 
 
 def quantise(weight: Tensor, scheme: Int4 | Fp8) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@ import { chip, duration, h, labelled, none, number, stateChip } from "/dom.js";
 import { figure, sparkline } from "/charts.js";
 import { address, ask, chosen, colorOf, current, go, metricsOf, series, state } from "/store.js";
 
-const VANISHING = 1e-6, MOST_FOUND = 60, IN_NUMBERS = "in numbers"; // no metric begins so
+const VANISHING = 1e-6, MAX_FOUND = 60, IN_NUMBERS = "in numbers"; // no metric begins so
 const TOLD = ["perf/step_time", "perf/launch_time"]; // shown by tiles and tables
 const isScore = (name) => /^eval\/[^/]+$/.test(name) && !/-(pass@\d+|truncated_ratio)$/.test(name);
 const median = (points) => points.map(([, y]) => y).sort((a, b) => a - b)[Math.floor(points.length / 2)];
@@ -149,7 +149,7 @@ export async function overview(root) {
     const titleOf = (name) => runs.map((run) => known.get(run.id).titles.get(name)).find(Boolean)?.[0] ?? "";
     const others = all.filter((name) => !specs.some((spec) => spec.keys.includes(name)) && !scores.includes(name));
     const groups = Map.groupBy?.(others, (name) => name.split("/")[0]) ?? new Map([["all", others]]);
-    const found = words ? others.filter((name) => matches(name, titleOf(name))).slice(0, MOST_FOUND) : [];
+    const found = words ? others.filter((name) => matches(name, titleOf(name))).slice(0, MAX_FOUND) : [];
     const wanted = [...scores, ...found, ...[...open].flatMap((group) => (group === IN_NUMBERS ? all : groups.get(group) ?? []))];
     for (const run of runs) known.set(run.id, await metricsOf(run, wanted));
     const phases = runs.length === 1 && !words ? await ask("phases", { run: runs[0].id }) : [];

@@ -3,7 +3,7 @@ import { chip, duration, h, labelled, none, number, select } from "/dom.js";
 import { address, ask, current, go, state } from "/store.js";
 import { COLORINGS, compared, hasTokens, legend, response, roles } from "/tokens.js";
 
-const PAGE = 50, PAUSE = 180, MOST_IN_GROUP = 200, MOST_BARS = 32;
+const PAGE = 50, PAUSE = 180, MAX_IN_GROUP = 200, MAX_BARS = 32;
 const SORTS = { step: "step", spread: "reward spread in the group", reward: "reward", advantage: "reward vs. group mean", length: "response length", log_prob: "log-prob", cached: "cached prompt tokens", tools: "time in tools" };
 const STATUSES = ["completed", "truncated", "aborted", "failed"];
 const stepName = (kind, step) => (kind === "rollout" ? `step ${step}` : `evaluation at step ${step}`);
@@ -97,7 +97,7 @@ async function list(root) {
 function rewardBars(group) {
   const rewards = (group.rewards ?? "").split(" ").filter(Boolean).map(Number).sort((a, b) => b - a);
   const low = Math.min(0, group.least ?? 0), span = Math.max(1e-9, Math.max(1, group.greatest ?? 1) - low);
-  return h("span", { class: "rewards", role: "img", "aria-label": `rewards ${rewards.map(number).join(", ")}` }, rewards.slice(0, MOST_BARS).map((reward) => {
+  return h("span", { class: "rewards", role: "img", "aria-label": `rewards ${rewards.map(number).join(", ")}` }, rewards.slice(0, MAX_BARS).map((reward) => {
     const bar = h("i", { title: number(reward) });
     bar.style.height = `${4 + (18 * (reward - low)) / span}px`;
     return bar;
@@ -120,7 +120,7 @@ function groupItem(group, query) {
   const load = async (event) => {
     if (!event.target.open || inside.childElementCount) return;
     const order = ["step", "spread"].includes(query.sort) ? { sort: "reward", descending: "1" } : {};
-    const answer = await ask("samples", { ...query, ...order, step: group.step, group: group.group, dataset: group.dataset, limit: MOST_IN_GROUP });
+    const answer = await ask("samples", { ...query, ...order, step: group.step, group: group.group, dataset: group.dataset, limit: MAX_IN_GROUP });
     const titles = ["reward", "vs. group", "tokens", "response"].map((title) => h("th", { scope: "col" }, title));
     inside.replaceChildren(
       h("table", { class: "samples" }, h("thead", {}, h("tr", {}, titles)), h("tbody", {}, answer.samples.map(sampleRow))),

@@ -115,7 +115,7 @@ export function legend(coloring, record) {
 
 // -- two texts side by side ------------------------------------------------------------------------------------
 
-const MOST_WORDS = 1500;
+const MAX_WORDS = 1500;
 const words = (text) => text.match(/\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu) ?? [];
 
 // The words of both texts as [text, is in both], by their longest common subsequence; null for very long texts.
@@ -125,7 +125,7 @@ export function compared(left, right) {
   while (head < a.length && head < b.length && a[head] === b[head]) head++;
   while (tail < a.length - head && tail < b.length - head && a[a.length - 1 - tail] === b[b.length - 1 - tail]) tail++;
   const x = a.slice(head, a.length - tail), y = b.slice(head, b.length - tail), wide = y.length + 1;
-  if (x.length > MOST_WORDS || y.length > MOST_WORDS) return null;
+  if (x.length > MAX_WORDS || y.length > MAX_WORDS) return null;
   const best = new Uint16Array((x.length + 1) * wide);
   for (let i = x.length - 1; i >= 0; i--) {
     for (let j = y.length - 1; j >= 0; j--) {

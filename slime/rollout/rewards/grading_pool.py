@@ -80,7 +80,7 @@ class GradingPool:
             return Grade(grade.score, "timeout") if grade.failure == "stopped" else grade
 
     async def _ask(self, worker: _GradingWorker, request: dict[str, Any], deadline: float) -> Grade:
-        """The grade by this worker; the failure is "stopped" if a signal has stopped it."""
+        """Return the grade by this worker; the failure is "stopped" if a signal has stopped it."""
         try:
             answer = await worker.ask(request, deadline + _GRACE)
         except (asyncio.CancelledError, Exception):
@@ -149,7 +149,7 @@ class _GradingWorker:
         return worker
 
     async def ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any] | None:
-        """The answer; None when the process ended or gave none in time."""
+        """Return the answer; None when the process ended or gave none in time."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(orjson.dumps(request, option=orjson.OPT_NON_STR_KEYS) + b"\n")

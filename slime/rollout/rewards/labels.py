@@ -20,7 +20,7 @@ from slime.rollout.rewards.text import (
 )
 
 #: A label for math is one answer. Longer text is a solution whose answer is not marked.
-_MOST_WORDS = 40
+_MAX_WORDS = 40
 #: The finding for rows whose labels are whole solutions: usually the wrong column was named.
 UNMARKED = "have a long text for a label, all of which a response would have to repeat"
 #: Placeholders for a missing value; a response with the same text gives no answer.
@@ -88,7 +88,7 @@ def doubt_label(rm_type: str | None, label: Any) -> tuple[str, str] | None:
         return None
     answer, is_boxed = answer_in_label(str(label))
     words = len(answer.split())
-    if not is_boxed and words > _MOST_WORDS:
+    if not is_boxed and words > _MAX_WORDS:
         why = rf"is a text of {words} words in which neither #### nor \boxed{{}} marks the answer"
         return UNMARKED, why
     if answer.lower() in _PERHAPS_A_VALUE:
@@ -119,7 +119,7 @@ def _doubt_words(rm_type: str, answer: str) -> tuple[str, str] | None:
 
 
 def _braces(answer: str) -> int:
-    """How many braces are opened and not closed; negative where more are closed."""
+    """Return how many braces are opened and not closed; negative where more are closed."""
     plain = answer.replace(r"\{", "").replace(r"\}", "")
     return plain.count("{") - plain.count("}")
 

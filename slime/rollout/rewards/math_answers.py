@@ -440,7 +440,7 @@ def _with_parameter(text: str, parameter: str) -> str:
 
 
 def _read_scaled_matrix(text: str, depth: int) -> Any:
-    """A number before a matrix."""
+    """Read a number before a matrix."""
     at = text.find(r"\begin")
     prefix = re.sub(r"(?:\(|\\cdot|\\times|\*) ?$", "", text[: max(at, 0)]).strip()
     if at < 1 or not prefix:
@@ -542,7 +542,7 @@ def _measured_thousands(text: str) -> str | None:
 
 
 def _is_sentence(text: str, parts: Sequence[str]) -> bool:
-    """Whether commas and "and" are those of prose."""
+    """Tell whether commas and "and" are those of prose."""
     words = re.findall(r"[A-Za-z']+", text)
     return len(words) >= 3 * len(parts) + 2 and not re.search(r"[=<>\\]", text)
 
@@ -730,7 +730,7 @@ def _decimal(text: str) -> tuple[Fraction, Fraction, int] | None:
 
 
 def _measured(text: str, depth: int) -> Quantity | None:
-    """A number after a currency sign, or before a percent sign, a multiple or a unit."""
+    """Read a number after a currency sign, or before a percent sign, a multiple or a unit."""
     if depth > 12:
         return None
     if found := _CURRENCY.fullmatch(text):
@@ -791,7 +791,8 @@ def _with_unit(text: str) -> Quantity | None:
 
 
 def _cuts(text: str, end: int) -> Iterable[tuple[str, str]]:
-    r"""Places where the unit may begin: where letters begin, and before a \frac of units."""
+    r"""Yield the places where the unit may begin: where letters begin, and before a \frac of
+    units."""
     while end < len(text) and text[end] == " ":
         end += 1
     yield text[:end], text[end:]
@@ -818,8 +819,8 @@ _BOUND = re.compile(r"\\(?:sum|prod)_\{ ?([a-z]) ?=")
 
 
 def _bare(text: str) -> str:
-    r"""The text without blanks and braces around one character; the variable of a sum is always
-    k."""
+    r"""Return the text without blanks and braces around one character; the variable of a sum is
+    always k."""
     found = _BOUND.search(text)
     if found and (found[1] == "k" or not re.search(r"(?<![A-Za-z\\])k(?![A-Za-z])", text)):
         text = re.sub(rf"(?<![A-Za-z\\]){found[1]}(?![A-Za-z])", "k", text)
@@ -851,7 +852,7 @@ _READERS: tuple[Callable[[str, int], Any], ...] = (
 
 
 def same_answer(label: str, answer: str) -> bool | None:
-    r"""Whether an answer equals a label.
+    r"""Tell whether an answer equals a label.
 
     Returns:
         None if one of the two is mathematics that this module does not read.
@@ -897,7 +898,7 @@ def _undecorated(text: str) -> str:
 
 
 def is_text(answer: str) -> bool:
-    """Whether an answer is words, not mathematics."""
+    """Tell whether an answer is words, not mathematics."""
     return isinstance(read_answer(answer), Words)
 
 
@@ -923,8 +924,8 @@ _MAY_EXCLUDE = (Words, Union_, Relation, Sequence_)
 
 
 def _excluded(answer: Any) -> list[Any] | None:
-    r"""Numbers that "all reals but …" leaves out, in any form: x \ne 2, ℝ \ {2}, two intervals that
-    meet at 2."""
+    r"""Return the numbers that "all reals but …" leaves out, in any form: x \ne 2, ℝ \ {2}, two
+    intervals that meet at 2."""
     if isinstance(answer, Words):
         found = _EXCEPT.fullmatch(answer.text)
         return _listed(_read(found[1], 2)) if found else None
@@ -1012,7 +1013,7 @@ def _of_number(number: Any) -> Quantity:
 
 
 def _step(body: Any) -> tuple[Any, Any] | None:
-    """(a, b) of a family a + b·k: the value at k = 0 and the step per k; None if it is not
+    """Return (a, b) of a family a + b·k: the value at k = 0 and the step per k; None if it is not
     linear."""
     body = _assigned_value(body) if isinstance(body, Relation) else body
     if not isinstance(body, Quantity) or symbols_of(body.node) != {"k_Z"}:
@@ -1194,7 +1195,7 @@ def _same_sequence(g: Any, a: Any) -> bool | None:
 
 
 def _brackets(sequence: Sequence_) -> tuple[str, str]:
-    """The brackets; French ]a, b[ counts as (a, b)."""
+    """Return the brackets; French ]a, b[ counts as (a, b)."""
     opening = "(" if sequence.opening == "]" else sequence.opening
     return opening, ")" if sequence.closing == "[" else sequence.closing
 
@@ -1219,7 +1220,7 @@ def _same_lists(g: Sequence_, a: Sequence_) -> bool | None:
 
 
 def _assigned(items: Sequence[Any]) -> list[Any] | None:
-    """Values of "x = 1, y = 2" if each has a different variable; else None."""
+    """Return the values of "x = 1, y = 2" if each has a different variable; else None."""
     if not all(
         isinstance(item, Relation) and item.signs == ("=",) and _name(item.sides[0])
         for item in items
@@ -1234,7 +1235,7 @@ def _values_in_order(sequence: Sequence_) -> Sequence[Any]:
 
 
 def _name(side: Any) -> str:
-    """The name on one side of a relation, "" if it is something else."""
+    """Return the name on one side of a relation, "" if it is something else."""
     if isinstance(side, Sequence_):  # (x, y) = (1, 2)
         names = [_name(item) for item in side.items] if side.opening == "(" else [""]
         return f"({','.join(names)})" if all(names) else ""
@@ -1367,8 +1368,8 @@ def _mirror_interval(relation: Relation, other: Any) -> bool | None:
 
 
 def _same_value_of(g: Any, a: Relation) -> bool | None:
-    """Whether the equation ``a`` states the label ``g``: "x = 5", "AB = 5", "3 + 2 = 5", "a + b =
-    5"."""
+    """Tell whether the equation ``a`` states the label ``g``: "x = 5", "AB = 5", "3 + 2 = 5", "a +
+    b = 5"."""
     signs = set(a.signs)
     if signs == {r"\approx"} or signs == {"=", r"\approx"}:
         return _any(_same(g, side) for side in a.sides[0 if len(a.sides) == 2 else 1 :])
@@ -1478,7 +1479,7 @@ def _same_inequality(g: Relation, a: Relation) -> bool:
 
 
 def _upward(relation: Relation) -> tuple[Node, bool] | None:
-    """(f, strict) of the inequality f > 0 or f >= 0."""
+    """Return (f, strict) of the inequality f > 0 or f >= 0."""
     difference = _difference(relation)
     if difference is None or relation.signs[0] not in _MIRROR:
         return None
@@ -1495,7 +1496,7 @@ _Bounds = tuple[Any, bool, Any, bool]
 
 
 def _bounds(relation: Relation) -> tuple[str, _Bounds] | None:
-    """The variable of an inequality and its interval; None for other relations."""
+    """Return the variable of an inequality and its interval; None for other relations."""
     if not _is_ordering(relation) or len(relation.signs) > 2:
         return None
     sides = list(relation.sides)
@@ -1549,7 +1550,7 @@ def _same_bounds(x: _Bounds, y: _Bounds) -> bool | None:
 
 
 def _intervals(answer: Any) -> list[Sequence_] | None:
-    r"""An inequality in one variable (or several with "or") as intervals."""
+    r"""Read an inequality in one variable (or several with "or") as intervals."""
     if isinstance(answer, Sequence_):
         if not _is_unordered(answer):
             return [answer]
@@ -1586,7 +1587,7 @@ def _pierced(first: Any, second: Any) -> list[Sequence_] | None:
 
 
 def _without(interval: Any, numbers: list[Any] | None) -> list[Sequence_] | None:
-    """The intervals that remain without ``numbers``; None if that cannot be decided."""
+    """Return the intervals that remain without ``numbers``; None if that cannot be decided."""
     if not isinstance(interval, Sequence_) or len(interval.items) != 2:
         return None
     if not numbers or len(numbers) > 9:
@@ -1676,7 +1677,7 @@ def _same_measure(g: Quantity, a: Quantity) -> bool | None:
 
 
 def _times(quantity: Quantity, by: Fraction) -> Quantity:
-    """The number without its unit, multiplied."""
+    """Return the number without its unit, multiplied."""
     node = ("*", quantity.node, ("n", by))
     return Quantity(quantity.text, node, decimal=_scaled(quantity.decimal, by))
 
@@ -1713,7 +1714,7 @@ def _same_value(g: Quantity, a: Quantity) -> bool | None:
 
 
 def _is_approximation(g: Quantity, a: Quantity) -> bool:
-    """Whether a written decimal is the other value, rounded to the written digits."""
+    """Tell whether a written decimal is the other value, rounded to the written digits."""
     if g.decimal and a.decimal:
         coarse, fine = sorted((g.decimal, a.decimal), key=lambda decimal: -decimal[1])
         if coarse[2] >= _APPROXIMATE_DIGITS and coarse[1] != fine[1]:
@@ -1758,7 +1759,7 @@ def _same_opaque(g: Opaque, a: Any) -> bool | None:
 
 
 def _all(verdicts: Iterable[bool | None]) -> bool | None:
-    """True if all verdicts are True, None if some are unknown and none is False."""
+    """Return True if all verdicts are True, None if some are unknown and none is False."""
     is_known = True
     for verdict in verdicts:
         if verdict is False:

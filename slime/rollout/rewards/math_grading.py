@@ -27,12 +27,12 @@ _TAIL = 2000
 #: A response of at most this many words is an answer as a whole.
 _SHORT = 6
 #: Places in the last sentence at which its answer may begin.
-_MOST_CLAUSES = 8
+_MAX_CLAUSES = 8
 _LONGEST_CLAUSE = 200
 
 
 def grade_math(response: str, label: Any, boxed_only: bool = False) -> float:
-    r"""1.0 if the response's answer equals the label, else 0.0.
+    r"""Return 1.0 if the response's answer equals the label, else 0.0.
 
     The answer is the last ``\boxed{…}``; boxes joined by a comma, "and" or "or" are a list. Without
     a box (unless ``boxed_only``) it is what follows the last "answer is" or "Answer:", else what
@@ -58,8 +58,8 @@ def grade_math(response: str, label: Any, boxed_only: bool = False) -> float:
 
 
 def grade_deepscaler(response: str, label: Any) -> float:
-    r"""1.0 if the text after the reasoning has the right answer in ``\boxed{…}``; 0.0 if reasoning
-    never ended."""
+    r"""Return 1.0 if the text after the reasoning has the right answer in ``\boxed{…}``; 0.0 if
+    reasoning never ended."""
     answer = after_thinking(response)
     return 0.0 if answer is None else grade_math(answer, label, boxed_only=True)
 
@@ -95,7 +95,7 @@ _REASON = re.compile(r"(?i)\s*(?:,|;|\bbecause\b|\bsince\b|\bas\b|\bnot\b|\()")
 
 
 def _stated(text: str, label: str) -> Iterator[str]:
-    """The answer of a text without a box, in one or two spellings."""
+    """Yield the answer of a text without a box, in one or two spellings."""
     tail = text[-_TAIL:]
     anchors = list(_ANCHOR.finditer(tail))
     is_words = isinstance(read_answer(label), Words)
@@ -131,7 +131,8 @@ def _answers_in(statement: str, is_words: bool) -> Iterator[str]:
 
 
 def _joined(text: str, formulas: list[re.Match[str]], from_end: bool = False) -> str:
-    """The first (or last) formula, with its neighbours that only "and" or a comma separates."""
+    """Return the first (or last) formula, with its neighbours that only "and" or a comma
+    separates."""
     run = [formulas[-1 if from_end else 0]]
     for formula in formulas[-2::-1] if from_end else formulas[1:]:
         left, right = (formula, run[0]) if from_end else (run[-1], formula)
@@ -159,7 +160,7 @@ def _last_in(tail: str) -> Iterator[str]:
         sentence = _THEREFORE.sub("", sentences[-1].strip())
         starts = [0, *(found.end() for found in _CLAUSE.finditer(sentence))]
         for start in [start for start in starts if len(sentence) - start <= _LONGEST_CLAUSE][
-            -_MOST_CLAUSES:
+            -_MAX_CLAUSES:
         ]:
             clause = sentence[start:].strip()
             is_prose = len(set(re.findall(r"[A-Za-z]{2,}", clause)) - {"and", "or"}) > 2
@@ -171,7 +172,7 @@ def _last_in(tail: str) -> Iterator[str]:
 
 
 def _is_whole(statement: str) -> bool:
-    """Whether all of a statement is one mathematical answer, without prose around it."""
+    """Tell whether all of a statement is one mathematical answer, without prose around it."""
     answer = read_answer(statement)
     return answer is not None and not _has_words(answer)
 
@@ -214,7 +215,7 @@ def _math_verify(label: str, answer: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _parse(label: str) -> tuple[Any, ...]:
-    """The label's expression; the samples of a group share it."""
+    """Return the label's expression; the samples of a group share it."""
     from math_verify import parse
 
     return tuple(parse(f"\\boxed{{{label}}}", parsing_timeout=None))

@@ -91,7 +91,7 @@ _ONLY_LETTERS = re.compile(r"[A-Za-z]+")
 
 
 def plain_latex(text: str) -> str:
-    r"""The formula in the common notation.
+    r"""Return the formula in the common notation.
 
     Example:
         >>> plain_latex(r"$\dfrac{1}{2}\,\text{cm}^{3}$.")
@@ -228,8 +228,8 @@ _NESTING = {
 
 
 def enclosed(text: str) -> tuple[str, str, str] | None:
-    r"""(opening bracket, content, closing bracket) if one pair of brackets encloses the whole text;
-    else None.
+    r"""Return (opening bracket, content, closing bracket) if one pair of brackets encloses the
+    whole text; else None.
 
     Example:
         >>> enclosed(r"\{1, 2\}"), enclosed("(1)(2)"), enclosed("[1, 2)")

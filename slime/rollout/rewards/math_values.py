@@ -107,7 +107,7 @@ _CLOSING = {"(": ")", "[": "]", "{": "}", r"\lfloor": r"\rfloor", r"\lceil": r"\
 
 @functools.lru_cache(maxsize=4096)
 def read_expression(text: str) -> Node:
-    r"""The expression as a tree.
+    r"""Return the expression as a tree.
 
     Raises:
         NotMath: ``text`` is not an expression, or of a kind that this module does not read
@@ -360,8 +360,8 @@ class _ExpressionReader:
         raise NotMath(f"\\{name}")
 
     def series(self, kind: str) -> Node:
-        r"""A sum or product between limits. Its variable is renamed, so that its name does not
-        matter."""
+        r"""Return a sum or product between limits. Its variable is renamed, so that its name does
+        not matter."""
         found = self.match(_SUM_FROM)
         if not found:
             raise NotMath(f"\\{kind} without limits")
@@ -518,7 +518,7 @@ def _atom(text: str) -> Node:
 
 
 def _selections(kind: str, n: Node, k: Node) -> Node:
-    """Combinations (C) or permutations (P) of k out of n."""
+    """Return the combinations (C) or permutations (P) of k out of n."""
     numbers = [node[1] for node in (n, k) if node[0] == "n"]
     if len(numbers) == 2 and not numbers[0] >= numbers[1]:
         raise NotMath("more are taken than there are")  # the point C(1, 2)
@@ -674,14 +674,14 @@ def _named(name: str, scope: _Scope) -> Number:
 
 @functools.lru_cache(maxsize=4096)
 def _whole_point(name: str, point: int) -> Fraction:
-    """A whole number for a variable: even at one point, odd at the next."""
+    """Return a whole number for a variable: even at one point, odd at the next."""
     return Fraction(2 * (zlib.crc32(f"{name} {point}".encode()) % 8) + 2 + point % 2)
 
 
 @functools.lru_cache(maxsize=4096)
 def _point(name: str, point: int) -> Fraction:
-    """A value for a variable: all positive at 0 and 1, all negative at 2, mixed at 3, small at 4
-    and 5."""
+    """Return a value for a variable: all positive at 0 and 1, all negative at 2, mixed at 3, small
+    at 4 and 5."""
     draw = zlib.crc32(f"{name} {point}".encode())
     value = Fraction(700 + draw % 4001, 1009)
     if point >= 4:
@@ -854,7 +854,7 @@ _ANALYTIC = {
 
 @functools.lru_cache(maxsize=8192)
 def symbols_of(node: Node) -> frozenset[str]:
-    """Names of the variables, which ``pi``, ``e``, ``i`` and ``oo`` are not."""
+    """Return the names of the variables, which ``pi``, ``e``, ``i`` and ``oo`` are not."""
     if node[0] == "x":
         is_constant = node[1] in ("pi", "e", "i", "oo") or node[1][0] == "#"
         return frozenset() if is_constant else frozenset({node[1]})
@@ -866,14 +866,14 @@ def symbols_of(node: Node) -> frozenset[str]:
 
 
 def contains(node: Node, kind: str, name: str | None = None) -> bool:
-    """Whether a node of this kind (and name) is in the tree."""
+    """Tell whether a node of this kind (and name) is in the tree."""
     if node[0] == kind and (name is None or node[1] == name):
         return True
     return any(isinstance(item, tuple) and contains(item, kind, name) for item in node[1:])
 
 
 def replaced(node: Node, old: Node, new: Node) -> Node:
-    """The tree with every ``old`` replaced by ``new``."""
+    """Return the tree with every ``old`` replaced by ``new``."""
     if node == old:
         return new
     return tuple(replaced(item, old, new) if isinstance(item, tuple) else item for item in node)
@@ -881,7 +881,8 @@ def replaced(node: Node, old: Node, new: Node) -> Node:
 
 @functools.lru_cache(maxsize=4096)
 def number_of(node: Node, log_base: Literal[0, 10] = 0) -> Number:
-    """The value of an expression without variables: a `Fraction`, or an mpf or mpc of 60 digits.
+    """Return the value of an expression without variables: a `Fraction`, or an mpf or mpc of 60
+    digits.
 
     Raises:
         NotMath: the expression has variables, or its value is too big.
@@ -893,7 +894,7 @@ def number_of(node: Node, log_base: Literal[0, 10] = 0) -> Number:
 
 
 def equal(a: Node, b: Node) -> bool | None:
-    """Whether two expressions have the same value wherever both have one.
+    """Tell whether two expressions have the same value wherever both have one.
 
     Returns:
         None if no point was found at which both are defined.
@@ -935,7 +936,8 @@ def _has_series(node: Node) -> bool:
 
 
 def _is_of_whole_numbers(node: Node) -> bool:
-    """Whether variables must be integers: limits of a sum, or exponents of a negative number."""
+    """Tell whether variables must be integers: limits of a sum, or exponents of a negative
+    number."""
     if node[0] == "f" and node[1] in ("sum", "prod") and symbols_of(node):
         return True
     if node[0] == "^" and symbols_of(node[2]):
@@ -975,7 +977,7 @@ def _close(x: Number, y: Number, scope: _Scope) -> bool:
 
 
 def _is_roundoff(a: Node, b: Node, x: Number, y: Number, scope: _Scope) -> bool:
-    """Whether the difference vanishes with more digits: sin(pi) is 0."""
+    """Tell whether the difference vanishes with more digits: sin(pi) is 0."""
     size = max(abs(_float(x, scope)), abs(_float(y, scope)))
     if _MP.isinf(size) or size > 1e-45:
         return False
@@ -992,12 +994,13 @@ def _is_real(value: Number) -> bool:
 
 
 def as_float(value: Number) -> Any:
-    """A result of `number_of` as an mpf or mpc."""
+    """Return a result of `number_of` as an mpf or mpc."""
     return _float(value, _Scope(0))
 
 
 def proportional(a: Node, b: Node) -> bool | None:
-    """Whether a = c · b with a constant c ≠ 0: the equations a = 0 and b = 0 are then the same."""
+    """Tell whether a = c · b with a constant c ≠ 0: the equations a = 0 and b = 0 are then the
+    same."""
     ratio = None
     points = 0
     for point in range(4):

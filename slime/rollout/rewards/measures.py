@@ -25,7 +25,7 @@ class Unit:
     words: str = ""
 
     def times(self, other: Unit) -> Unit:
-        """The product of two units in the table."""
+        """Return the product of two units in the table."""
         exponents = Counter(dict(self.dimension))
         for name, exponent in other.dimension:
             exponents[name] += exponent

@@ -172,7 +172,8 @@ class RewardPool:
         )
 
     async def score_by_flags(self, sample: Sample) -> Reward:
-        """The reward of one sample: a finite number, or a dict that has one under ``--reward-key``.
+        """Return the reward of one sample: a finite number, or a dict that has one under
+        ``--reward-key``.
 
         Raises:
             FunctionFailed: the function raises, or returns an invalid reward.
@@ -214,8 +215,8 @@ class RewardPool:
         )
 
     async def score_group_by_flags(self, samples: list[Sample]) -> list[Reward]:
-        """Rewards of samples that are scored together: a custom function gets the list. If samples
-        have different functions, or a built-in one, each sample is scored separately.
+        """Return the rewards of samples that are scored together: a custom function gets the list.
+        If samples have different functions, or a built-in one, each sample is scored separately.
 
         Raises:
             UserError: as `score`; also a result that is not a list with one reward per sample.
@@ -246,7 +247,8 @@ class RewardPool:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the last call: ``rollout/reward_timeout`` and ``rollout/reward_crash``."""
+        """Return the counts since the last call: ``rollout/reward_timeout`` and
+        ``rollout/reward_crash``."""
         counts = {
             f"rollout/reward_{name}": float(self._counts[name]) for name in ("timeout", "crash")
         }
@@ -355,7 +357,7 @@ class RewardPool:
         return f"{mend}; to try it on its own: {shlex.join(words)}"
 
     def _named(self, path: str) -> str:
-        """The function's name in messages."""
+        """Return the function's name in messages."""
         if path.startswith("the plugin's "):
             return path
         is_by_flag = path == self._path
@@ -367,7 +369,8 @@ class RewardPool:
         return fn
 
     def _checked(self, value: Any, origin: str, sample: Sample) -> Reward:
-        """``value`` as a finite float, or as a dict with one; zero if the function timed out.
+        """Return ``value`` as a finite float, or as a dict with one; zero if the function timed
+        out.
 
         Raises:
             UserError: names function, sample and value.

@@ -15,7 +15,6 @@ import orjson
 from slime.errors import UserError
 from slime.samples.types import Sample
 
-_TRIES = 10
 _MAX_CONNECTIONS = 64
 _MAX_DELAY = 30.0
 
@@ -35,13 +34,13 @@ class RemoteReward:
     url: str
     timeout: float
     backoff: float = 1.0
-    tries: int = _TRIES
+    tries: int = 10
 
     def __post_init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
 
     async def score(self, sample: Sample) -> Any:
-        """The server's reward. Retries after a time-out, a lost connection or a 5xx answer.
+        """Return the server's reward. Retries after a time-out, a lost connection or a 5xx answer.
 
         Raises:
             TimeoutError: the last attempt timed out.

@@ -90,7 +90,7 @@ class RewardModelScorer:
         self._has_template = False
 
     async def score(self, sample: Sample) -> float:
-        """The reward of a sample.
+        """Return the reward of a sample.
 
         Raises:
             UserError: the reward model's template cannot render the prompt, or the model cannot

@@ -11,7 +11,7 @@ from typing import Any
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.prompts.labels import compares_labels
-from slime.prompts.problems import NEVER, RowProblem
+from slime.prompts.problems import NEVER, RowProblem, remark
 from slime.prompts.row_format import Prompt, rewards_may_be_missing
 from slime.rollout.eval_datasets import EvalDataset
 from slime.rollout.rewards.instructions import (
@@ -51,7 +51,7 @@ class RewardJudge:
 
     @staticmethod
     def of_training(config: Config) -> RewardJudge | None:
-        """The check of --prompt-data; None if user functions, or nothing, judge its rows."""
+        """Return the check of --prompt-data; None if user functions, or nothing, judge its rows."""
         rollout = config.rollout
         data = config.data
         own = (
@@ -67,7 +67,7 @@ class RewardJudge:
 
     @staticmethod
     def of_evaluation(dataset: EvalDataset, config: Config) -> RewardJudge | None:
-        """The check of an evaluation set; None as in `of_training`."""
+        """Return the check of an evaluation set; None as in `of_training`."""
         own = dataset.custom_rm_path or dataset.custom_generate_function_path
         if own or _makes_samples(config):
             return None
@@ -118,28 +118,26 @@ class RewardJudge:
         )
 
     def _told_in(self, rm_type: str, prompt: Prompt) -> RowProblem | None:
-        """The problem of a prompt that has its own label as text, or ends with it."""
+        """Return the problem of a prompt that has its own label as text, or ends with it."""
         last = prompt.bare[-1] if isinstance(prompt.bare, list) else {"content": prompt.bare}
         asked = "" if last.get("role") == "assistant" else str(last["content"]).strip()
         label = str(prompt.label).strip()
         if not compares_labels(rm_type) or not asked or not label:
             return None
         if asked == label:
-            return RowProblem(
+            return remark(
                 "have their prompt as the label",
                 f"the first: {label!r:.80}",
                 f"name the column of the right answers ({self.label_flag})",
-                refuse_at=NEVER,
             )
         is_last = asked.rstrip(" \n.$}").endswith(label)
         if is_last and re.search(
             rf"{_ANSWER}{re.escape(label)}[\s.$}}]*$", asked[-len(label) - 80 :]
         ):
-            return RowProblem(
+            return remark(
                 "have a prompt that ends with its own answer",
                 f"the first ends with {asked[-80:]!r}",
                 "take the answer out of the prompt",
-                refuse_at=NEVER,
             )
         return None
 
@@ -163,7 +161,7 @@ class RewardJudge:
 
 
 def _makes_samples(config: Config) -> bool:
-    """Whether user functions turn rows into samples or judge them, so rows cannot be checked
+    """Tell whether user functions turn rows into samples or judge them, so rows cannot be checked
     alone."""
     rollout = config.rollout
     own = (

@@ -16,7 +16,8 @@ from slime.rollout.rewards.math_notation import plain_latex
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last ``\boxed{…}`` (or ``\fbox``) with balanced braces, None without one.
+    r"""Return the content of the last ``\boxed{…}`` (or ``\fbox``) with balanced braces, None
+    without one.
 
     Example:
         >>> last_boxed(r"so \boxed{1}, no: \boxed{\frac{1}{2}}.")
@@ -27,7 +28,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def unboxed(text: str) -> str:
-    r"""The content of the last ``\boxed{…}``; the whole text without one."""
+    r"""Return the content of the last ``\boxed{…}``; the whole text without one."""
     boxed = last_boxed(text)
     return text if boxed is None else boxed
 
@@ -52,20 +53,21 @@ def boxed_spans(text: str) -> list[tuple[int, int, int]]:
 
 
 #: Most boxes that are joined to a list.
-_MOST_BOXES = 20
+_MAX_BOXES = 20
 _JOINED = re.compile(
     r"(?:\\[)\]]|[$ ])*(?:[,;]|[,;]? ?(?:and|or)\b|\\text\{ ?(?:and|or) ?\})(?:\\[(\[]|[$ ])*"
 )
 
 
 def joined_boxes(text: str) -> str | None:
-    r"""The last ``\boxed{…}``, with those before it that only a comma, "and" or "or" separates."""
+    r"""Return the last ``\boxed{…}``, with those before it that only a comma, "and" or "or"
+    separates."""
     spans = boxed_spans(text)
     if not spans:
         return None
     position, start, end = spans[-1]
     boxes = [text[start:end]]
-    for earlier, start, end in spans[-2:-_MOST_BOXES:-1]:
+    for earlier, start, end in spans[-2:-_MAX_BOXES:-1]:
         if not _JOINED.fullmatch(text, end + 1, position):
             break
         position = earlier
@@ -75,7 +77,7 @@ def joined_boxes(text: str) -> str | None:
 
 
 def answer_in_label(label: str) -> tuple[str, bool]:
-    r"""The answer in a label for mathematics, and whether it stands in a ``\boxed{…}``.
+    r"""Return the answer in a label for mathematics, and whether it stands in a ``\boxed{…}``.
 
     As in a response, boxes that a comma, "and" or "or" joins are a list, and reasoning does not
     count. Labels of GSM8K begin after "####".
@@ -90,7 +92,7 @@ def answer_in_label(label: str) -> tuple[str, bool]:
 
 
 def after_thinking(text: str) -> str | None:
-    """The text after the reasoning (``</think>`` or ``###Response``); None if it was never
+    """Return the text after the reasoning (``</think>`` or ``###Response``); None if it was never
     closed."""
     for marker in ("</think>", "###Response"):
         if marker in text:
@@ -99,7 +101,7 @@ def after_thinking(text: str) -> str | None:
 
 
 def final_text(text: str) -> str | None:
-    """The text of a response after its reasoning; None if it never stops thinking.
+    """Return the text of a response after its reasoning; None if it never stops thinking.
 
     Without ``<think>`` and ``</think>`` the whole response counts.
     """
@@ -228,7 +230,7 @@ _END_MARKS = re.compile(r"<\|[^|>]*\|>|</?s>|<eos>|\\blacksquare|\\square|\\qed"
 
 
 def _without_units(found: re.Match[str]) -> str:
-    """The content of ``\\text{…}`` with its power; "" if it is a unit: \\text{ cm}^3."""
+    """Return the content of ``\\text{…}`` with its power; "" if it is a unit: \\text{ cm}^3."""
     left = _DAPO_UNITS.sub("", found[1])
     return (left + (found[2] or "")) if left.strip() or not found[1].strip() else left
 
@@ -254,7 +256,7 @@ def grade_dapo(response: str, label: Any) -> dict[str, Any]:
 
 
 def final_answer(response: str, label: Any, pattern: str = ANSWER_LINE) -> tuple[bool, str]:
-    """Whether the last match of ``pattern`` is the label, and the match in Minerva's form."""
+    """Tell whether the last match of ``pattern`` is the label, and the match in Minerva's form."""
     found = re.findall(pattern, response)
     if not found or label is None:
         return False, "[INVALID]"
@@ -327,7 +329,7 @@ _CONTRASTED = re.compile(
 
 
 def grade_gpqa(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:
-    r"""1 if the letter chosen in the response is the right one.
+    r"""Return 1 if the letter chosen in the response is the right one.
 
     The last statement of a choice after ``</think>`` counts: a ``\boxed{…}``, "the answer is C", "I
     choose (C)", or a single letter. The English words "a" and "I" are not letters, and two letters
@@ -351,8 +353,8 @@ def grade_gpqa(response: str, label: Any, metadata: dict[str, Any] | None = None
 
 
 def valid_choices(metadata: dict[str, Any] | None) -> tuple[list[str], dict[str, Any]]:
-    """Letters that may be chosen, and the texts of the choices by letter ({} if the row has
-    none).
+    """Return the letters that may be chosen, and the texts of the choices by letter ({} if the row
+    has none).
 
     ``metadata["choices"]`` is a list of texts, a dict of them by letter, a list of objects with
     "label" and "text", or an object with a list of each; or the JSON text of one of these. Choices
@@ -409,8 +411,8 @@ def _no_choices(why: str) -> UserError:
 
 
 def label_letter(label: Any, letters: list[str], texts: dict[str, Any]) -> str | None:
-    """The letter that a label means: itself, a position in ``letters``, or the choice with this
-    text."""
+    """Return the letter that a label means: itself, a position in ``letters``, or the choice with
+    this text."""
     if isinstance(label, int) and not isinstance(label, bool):
         return letters[label] if 0 <= label < len(letters) else None
     return _letter_of(unboxed(str(label).strip()), letters, texts)
@@ -422,7 +424,8 @@ def _unfonted(text: str) -> str:
 
 
 def _letter_of(text: str, letters: list[str], texts: dict[str, Any]) -> str | None:
-    """The choice that ``text`` as a whole names: by letter, by letter and text, or by text."""
+    """Return the choice that ``text`` as a whole names: by letter, by letter and text, or by
+    text."""
     own = _choice_with_text(text, texts)
     if own is not None and len(text.strip()) > 1:
         return own
@@ -458,7 +461,7 @@ def _choice_with_text(text: str, texts: dict[str, Any]) -> str | None:
 
 
 def _unlettered(choice: str, letter: str) -> str:
-    """A choice without its own letter before it: "(A) red", "A. red"."""
+    """Return a choice without its own letter before it: "(A) red", "A. red"."""
     return re.sub(rf"^\s*(?:\({letter}\)|{letter}\s*[).:])\s*(?=\S)", "", choice)
 
 
@@ -470,7 +473,7 @@ def _plain_choice(text: str) -> str:
 
 
 def chosen_letter(text: str, letters: list[str], texts: dict[str, Any]) -> str | None:
-    """The letter that a response chooses; None if it chooses none, or several."""
+    """Return the letter that a response chooses; None if it chooses none, or several."""
     stated = [found for found in _stated_letters(text, letters, texts) if found]
     if stated:
         return max(stated, key=lambda found: found[0])[1]
@@ -480,7 +483,7 @@ def chosen_letter(text: str, letters: list[str], texts: dict[str, Any]) -> str |
 def _stated_letters(
     text: str, letters: list[str], texts: dict[str, Any]
 ) -> Iterator[tuple[int, str | None]]:
-    """Position and letter of each statement of a choice; None for a statement of several
+    """Yield the position and letter of each statement of a choice; None for a statement of several
     letters."""
     for position, start, end in boxed_spans(text):
         inner = text[start:end]
@@ -518,8 +521,8 @@ _WEAK = frozenset({
 
 
 def _letter_after(text: str, start: int, group: str) -> tuple[int, str | None, bool] | None:
-    """(position, letter or None for several, whether it is clearly a choice) of the letter after
-    ``start``."""
+    """Return (position, letter or None for several, whether it is clearly a choice) of the letter
+    after ``start``."""
     gap = _GAP.match(text, start)
     assert gap
     at = gap.end()
@@ -575,7 +578,7 @@ def _text_after(text: str, start: int, texts: dict[str, Any]) -> str | None:
 
 
 def _only_letter(text: str, letters: list[str], texts: dict[str, Any]) -> str | None:
-    """The letter of a response without a statement: a single one, or the last in brackets or
+    """Return the letter of a response without a statement: a single one, or the last in brackets or
     bold."""
     whole = _letter_of(text, letters, texts)
     if whole is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 _ELEMENTS_PER_PROGRAM = 4096  # a tile in registers: rows × columns
 # backward programs, each with a partial gradient of the weight: 8 per multiprocessor of an H200
-_MOST_PROGRAMS = 1056
+_MAX_PROGRAMS = 1056
 
 
 @triton.jit
@@ -101,7 +101,7 @@ class RMSNormFunction(torch.autograd.Function):
         if not n:
             return dx, torch.zeros_like(weight), None
         all_tiles = triton.cdiv(n, shape["ROWS"])
-        tiles = triton.cdiv(all_tiles, min(all_tiles, _MOST_PROGRAMS))
+        tiles = triton.cdiv(all_tiles, min(all_tiles, _MAX_PROGRAMS))
         programs = triton.cdiv(all_tiles, tiles)
         dw = torch.empty(programs, width, dtype=torch.float32, device=x.device)
         _backward[(programs,)](grad, x, weight, dx, dw, n, ctx.eps, tiles, **shape)

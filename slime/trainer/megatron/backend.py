@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -325,7 +324,8 @@ class MegatronBackend(TrainerProcess):
             self.critic.set_run_length(num_rollout)
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
-        """All optimizer steps of one rollout; see `slime.trainer.update.update`. Collective."""
+        """Take all optimizer steps of one rollout; see `slime.trainer.update.update`.
+        Collective."""
         self._begin_rollout()
         return self._end_rollout(batch, *update(self, batch))
 
@@ -780,18 +780,14 @@ class MegatronBackend(TrainerProcess):
         self.routing.sum_counts()
 
     def optim_step(self, step: StepPlan, *, skip: bool) -> StepOutcome:
-        """Apply the accumulated gradients and advance the schedule; with ``skip`` do neither.
-        Collective."""
-        balance = self.routing.step_metrics() if self.routing is not None else {}
-        outcome = StepOutcome(float("nan"), applied=False)
-        if not skip:
-            outcome = optimizer.apply_gradients(self.optimizer, self.config.megatron.clip_grad)
+        """Apply the accumulated gradients; see `optimizer.take_step`. Collective."""
+        clip = self.config.megatron.clip_grad
+        outcome = optimizer.take_step(
+            self.optimizer, self.scheduler, self.routing, clip, step, skip=skip
+        )
         if outcome.applied:
-            self.scheduler.step(step.global_batch_size)
             self.reference_is_policy = False
-        elif self.routing is not None:
-            self.routing.take_back_biases()
-        return dataclasses.replace(outcome, metrics=balance)
+        return outcome
 
     def nonfinite_gradients(self) -> list[tuple[str, int, int]]:
         return optimizer.nonfinite_gradients(self.model_chunks)

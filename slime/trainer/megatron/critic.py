@@ -387,17 +387,11 @@ class Critic:
             return forward.forward_backward(self.chunks, packed, loss_of, gradient_scale=scale)
 
     def optim_step(self, step: StepPlan, *, skip: bool) -> StepOutcome:
-        """Apply the accumulated gradients and advance the schedule; with ``skip`` do neither.
-        Collective."""
-        balance = self.routing.step_metrics() if self.routing is not None else {}
-        outcome = StepOutcome(float("nan"), applied=False)
-        if not skip:
-            outcome = optimizer.apply_gradients(self.optimizer, self.config.megatron.clip_grad)
-        if outcome.applied:
-            self.scheduler.step(step.global_batch_size)
-        elif self.routing is not None:
-            self.routing.take_back_biases()
-        return dataclasses.replace(outcome, metrics=balance)
+        """Apply the accumulated gradients; see `optimizer.take_step`. Collective."""
+        clip = self.config.megatron.clip_grad
+        return optimizer.take_step(
+            self.optimizer, self.scheduler, self.routing, clip, step, skip=skip
+        )
 
     def nonfinite_gradients(self) -> list[tuple[str, int, int]]:
         return optimizer.nonfinite_gradients(self.chunks)

@@ -89,7 +89,7 @@ def select_gpu(local_rank: int) -> torch.device:
 
 
 def communication_backend() -> str:
-    """Backend of ``torch.distributed`` for tensors on the trainer's device."""
+    """Return the backend of ``torch.distributed`` for tensors on the trainer's device."""
     return "nccl" if has_gpu() else "gloo"
 
 

@@ -3,12 +3,13 @@ step that applies gradients."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,9 +37,13 @@ from slime.errors import UserError
 from slime.log import get_logger
 from slime.models.vision import frozen_parts
 from slime.processes.json_collectives import all_gather
+from slime.samples.batch import StepPlan
 from slime.trainer.megatron.offload import megatron_optimizers, torch_optimizers
 from slime.trainer.megatron.streamed import StreamedOptimizer, StreamedStates, states_of
 from slime.trainer.records import StepOutcome
+
+if TYPE_CHECKING:
+    from slime.trainer.megatron.replay import RoutingGuide
 
 logger = get_logger(__name__)
 
@@ -396,6 +401,28 @@ def reset_moments(optimizer: MegatronOptimizer) -> None:
 
 
 @torch.no_grad()
+def take_step(
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    routing: RoutingGuide | None,
+    clip_grad: float,
+    step: StepPlan,
+    *,
+    skip: bool,
+) -> StepOutcome:
+    """Apply the accumulated gradients and advance the schedule; with ``skip`` do neither.
+    Collective."""
+    balance = routing.step_metrics() if routing is not None else {}
+    outcome = StepOutcome(math.nan, applied=False)
+    if not skip:
+        outcome = apply_gradients(optimizer, clip_grad)
+    if outcome.applied:
+        scheduler.step(step.global_batch_size)
+    elif routing is not None:
+        routing.restore_biases()
+    return dataclasses.replace(outcome, metrics=balance)
+
+
 def apply_gradients(optimizer: MegatronOptimizer, clip_grad: float) -> StepOutcome:
     """Compute the global gradient norm, clip, and step. If the norm is not finite, no rank applies
     the gradients."""

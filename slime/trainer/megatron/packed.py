@@ -133,7 +133,7 @@ class PaddedLayout:
         return PaddedLayout(blocks, gather, cells, padding, self.identity)
 
     def release(self) -> None:
-        """Forget the masks of all blocks; their next use builds them anew."""
+        """Forget the masks of all blocks; their next use builds them again."""
         for block in self.blocks:
             block.release()
 
@@ -243,7 +243,7 @@ class DeltaRuns:
     def ends(self) -> Tensor:
         """`host_ends` on the device. All layers have to pass this very tensor:
         flash-linear-attention keeps what it derives from it by the tensor's identity, and waits
-        for the GPU whenever it derives it anew."""
+        for the GPU whenever it derives it again."""
         return self.host_ends.to(self.device, non_blocking=True)
 
     def reads(self, width: int) -> Tensor:

@@ -88,7 +88,7 @@ def provided(
         dtypes.update(parameter.dtype for parameter in model.parameters())
         return model
 
-    with _offering(_building, noting_dtypes):
+    with _available(_building, noting_dtypes):
         model = user_function(path, "--custom-model-provider-path")(first, last, vp_stage=vp_stage)
     if not isinstance(model, wanted):
         raise UserError(
@@ -150,7 +150,7 @@ def specified_layers(
     shape = [getattr(config, name) for name in _SHAPE]
     found = user_function(path, "--spec")
     if callable(found) and not isinstance(found, ModuleSpec):
-        with _offering(_specifying, default):
+        with _available(_specifying, default):
             found = found(args, config, vp_stage)
     for name, before in zip(_SHAPE, shape):
         if getattr(config, name) != before:
@@ -187,8 +187,9 @@ def specified_layers(
 
 
 @contextmanager
-def _offering(stack: list[Any], built: Any) -> Iterator[None]:
-    stack.append(built)
+def _available(stack: list[Any], default: Any) -> Iterator[None]:
+    """Within the block, the user's function finds this default on the stack."""
+    stack.append(default)
     try:
         yield
     finally:

@@ -1,9 +1,9 @@
 """Instructions to the routers of experts: which tokens are padding, the scale of balance losses,
 and which experts to replay.
 
-If every pass chooses experts anew, engine, old-policy pass and training may choose different ones
-for a token whose scores are close. Its log-prob then differs although the weights did not change.
-Replay uses the experts of one pass in the others (arXiv:2507.18071, section 5.3, and
+If every pass chooses its own experts, engine, old-policy pass and training may choose different
+ones for a token whose scores are close. Its log-prob then differs although the weights did not
+change. Replay uses the experts of one pass in the others (arXiv:2507.18071, section 5.3, and
 arXiv:2510.11370). The experts' weights still come from the current router, so that the router
 learns.
 
@@ -124,7 +124,7 @@ class RoutingGuide:
         for layer, total in zip(self.layers, counts):
             layer.router.statistics.step_counts.copy_(total)
 
-    def take_back_biases(self) -> None:
+    def restore_biases(self) -> None:
         """Restore the routers' biases if the step is not applied: Megatron updates them when it
         finalises gradients, before the gradients are checked."""
         for bias, before in self.biases:

@@ -49,7 +49,7 @@ def is_used(config: Config) -> bool:
 
 
 def transformer_arguments(config: Config) -> dict[str, Any]:
-    """Fields of `TransformerConfig` that say which implementation runs."""
+    """Return the fields of `TransformerConfig` that say which implementation runs."""
     if not is_used(config):
         return {"transformer_impl": "local"}
     return {
