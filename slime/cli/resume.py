@@ -43,8 +43,8 @@ def main(argv: list[str]) -> None:
     if run.state() == "finished":
         raise UserError(
             f"{folder}{f' (stage {run.stage})' if run.stage else ''} is finished",
-            fix="to train longer, repeat its command with a larger --num-rollout and --load set to "
-            "its --save",
+            fix="to train longer, repeat its command with a larger --num-rollout and --load "
+            f"{run.config().checkpoint.save or 'set to its --save'}",
         )
     command = f"{slime_command()} resume {' '.join(own)}"
     config = with_secrets(run.config(), again, os.environ, command)

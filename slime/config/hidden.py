@@ -40,7 +40,7 @@ def with_secrets(
     hidden = {dest: list(_hidden(value)) for dest, value in values.items()}
     hidden = {dest: paths for dest, paths in hidden.items() if paths}
     keys = list(_hidden(extra))
-    _check_given(given, hidden, keys)
+    _check_given(given, hidden, keys, config.checkpoint.save)
     if not config.observe.use_wandb and hidden.pop("wandb_key", []):
         values["wandb_key"] = None
     missing: dict[str, str] = {}
@@ -77,7 +77,9 @@ def with_secrets(
     return build(values, config.origins, extra, config.warnings)
 
 
-def _check_given(given: UserFlags, hidden: dict[str, list[_Path]], keys: list[_Path]) -> None:
+def _check_given(
+    given: UserFlags, hidden: dict[str, list[_Path]], keys: list[_Path], save: str | None
+) -> None:
     known = {*hidden, *(["custom_config_path"] if keys else [])}
     for dest in given.values:
         if dest not in known:
@@ -86,7 +88,7 @@ def _check_given(given: UserFlags, hidden: dict[str, list[_Path]], keys: list[_P
                 why="it takes only flags that config.json hides: "
                 f"{', '.join(map(option_of, sorted(known))) or 'none'}",
                 fix="to change a flag, repeat the command of the run with that flag, and with "
-                "--load set to the run's --save",
+                f"--load {save or 'set to its --save'}",
             )
 
 

@@ -46,25 +46,36 @@ def _key(name: str) -> str:
 
 @functools.cache
 def _by_name() -> dict[str, OtherName]:
-    """Return the rows by whole names and by last parts of dotted names. Whole names take
-    precedence, and then earlier rows."""
-    answers = [row for rows in other_names().values() for row in rows]
-    rows = [(_key(name), row) for row in answers for name in row.names]
-    parts = [(name.rpartition(".")[2], row) for name, row in rows]
+    """Return the rows by whole names; earlier rows take precedence."""
     table: dict[str, OtherName] = {}
-    for name, row in [*rows, *(part for part in parts if len(part[0]) > 1)]:
-        table.setdefault(name, row)
+    for row in (row for rows in other_names().values() for row in rows):
+        for name in row.names:
+            table.setdefault(_key(name), row)
     return table
 
 
-def other_name(name: str) -> OtherName | None:
+@functools.cache
+def _by_last_part() -> dict[str, OtherName]:
+    table: dict[str, OtherName] = {}
+    for name, row in _by_name().items():
+        last = name.rpartition(".")[2]
+        if len(last) > 1:
+            table.setdefault(last, row)
+    return table
+
+
+def other_name(name: str, *, by_last_part: bool = True) -> OtherName | None:
     """Return the row for another system's name, or None if the name is unknown.
 
+    Args:
+        by_last_part: take a row of another section too, if only the last parts are equal.
     Example:
         >>> other_name("--learning-rate").text
         '--lr'
         >>> other_name("actor_rollout_ref.actor.ppo_mini_batch_size").text
         '--global-batch-size (samples, not prompts), or --num-steps-per-rollout'
     """
-    key = _key(name)
-    return _by_name().get(key) or _by_name().get(key.rpartition(".")[2])
+    parts = _key(name).split(".")
+    ends = [".".join(parts[first:]) for first in range(len(parts))]
+    found = next((_by_name()[end] for end in ends if end in _by_name()), None)
+    return found or (_by_last_part().get(parts[-1]) if by_last_part else None)

@@ -7,6 +7,7 @@ errors.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -201,19 +202,24 @@ def _stray(word: str) -> UserError:
             fix=f"write --{flag}" if is_flag else "`slime train --help all` lists all flags",
         )
     name, equals, value = word.partition("=")
-    meant = other_name(name.lstrip("+~")) if equals else None
+    own = name.lstrip("+~").replace("_", "-")
+    is_hydra = _HYDRA.fullmatch(word) is not None
+    if is_hydra:
+        own = own.rpartition(".")[2]
+        if name.lstrip("+~").startswith("critic.") and f"critic-{own}" in spellings():
+            own = f"critic-{own}"
+    meant = other_name(name.lstrip("+~"), by_last_part=own not in spellings()) if equals else None
+    fix = ""
     if meant is not None:
-        return UserError(
-            f"{word!r} is not a flag", why="it is another system's setting", fix=meant.text
-        )
-    if equals and name.replace("_", "-") in spellings():
-        return UserError(f"{word!r} is not a flag", fix=f"write --{name.replace('_', '-')} {value}")
-    if _HYDRA.fullmatch(word):
-        return UserError(
-            f"{word!r} is not a flag",
-            why="it is another system's setting",
-            fix=f"`slime flags {name.rpartition('.')[2]}` searches the flags",
-        )
+        fix = meant.text
+    elif equals and own in spellings():
+        fix = f"write --{own}" if value.lower() == "true" else f"write --{own} {value}"
+    elif is_hydra:
+        fix = f"`slime flags {name.rpartition('.')[2]}` searches the flags"
+    if fix:
+        is_other = meant is not None or is_hydra
+        why = "it is another system's setting" if is_other else ""
+        return UserError(f"{word!r} is not a flag", why=why, fix=fix)
     return UserError(
         f"{word!r} belongs to no flag",
         why="it is the first word of the command line",
@@ -257,6 +263,15 @@ def read_yaml(path: str, flag: str) -> tuple[dict[str, Any], dict[str, Any]]:
     )
 
 
+def _settings(name: str, value: Any) -> Iterator[str]:
+    """Yield the settings of a section as Hydra writes them: ``data.train_files=train.parquet``."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _settings(f"{name}.{key}", inner)
+    else:
+        yield f"{name}={value}"
+
+
 def read_config_file(path: str, errors: list[UserError] | None = None) -> UserFlags:
     """Read the flags of a ``--config`` file. Names may have dashes or underscores.
 
@@ -268,6 +283,12 @@ def read_config_file(path: str, errors: list[UserError] | None = None) -> UserFl
     given = UserFlags()
     content, written = read_yaml(path, "--config")
     for key, value in content.items():
+        settings = list(_settings(key, value))
+        if settings and all(map(_HYDRA.fullmatch, settings)):
+            for setting in settings:
+                error = _stray(setting)
+                _report(UserError(f"{path}: {error.what}", why=error.why, fix=error.fix), errors)
+            continue
         if isinstance(value, dict) and key.replace("_", "-") not in spellings():
             example = f": {next(iter(value))}: …" if value else ""
             refused = UserError(

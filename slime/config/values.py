@@ -126,7 +126,9 @@ def _convert_one(spec: FlagSpec, value: Any, where: str) -> Any:
     if spec.choices and typed not in spec.choices:
         choices = [str(choice) for choice in spec.choices if choice not in spec.meta.refused_values]
         shown = ", ".join(choices)
-        near = difflib.get_close_matches(str(typed).lower(), choices, n=1, cutoff=0.75)
+        written = str(typed).lower()
+        near = difflib.get_close_matches(written, choices, n=1, cutoff=0.75)
+        near = near or [choice for choice in choices if choice.startswith(f"{written}_")]
         fix = f"did you mean {near[0]}?" if near else f"choose one of: {shown}"
         raise UserError(
             f"{where}{spec.option} cannot be {_shown(value)}",
@@ -240,10 +242,16 @@ def _evaluate(node: ast.expr) -> Any:
 def _wrong(spec: FlagSpec, value: Any, where: str, why: str = "") -> UserError:
     if isinstance(value, str) and _VARIABLE.search(value):
         why = "only a shell replaces variables, and not in single quotes or in a file"
+    fix = _HOW[spec.kind]
+    if spec.many and isinstance(value, str) and "," in value:
+        items = value.replace(",", " ").split()
+        fix = f"put blanks between values: {spec.option} {' '.join(items)}"
+        if where:  # a file
+            fix = f"write a list: [{', '.join(items)}]"
     return UserError(
         f"{where}{spec.option} must be {_KIND_NAMES[spec.kind]}, not {_shown(value)}",
         why=why,
-        fix=_HOW[spec.kind],
+        fix=fix,
     )
 
 

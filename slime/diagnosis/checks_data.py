@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 from traceback import walk_tb
+from types import CodeType
 from typing import Any, TextIO, cast
 
 from slime import deadlines
@@ -104,6 +105,13 @@ def reward(case: CheckedRun, findings: CheckFindings) -> None:
             )
     except UserError as error:
         raise LeftOut("its data or its function cannot be read") from error
+    rollout = config.rollout
+    makes_samples = rollout.custom_generate_function_path or rollout.rollout_function_path
+    if config.data.label_key is None and flags.custom_rm_path and not makes_samples:
+        function = load_function(flags.custom_rm_path)
+        if _reads(getattr(function, "__code__", None), "label"):
+            detail = f"{flags.custom_rm_path} reads sample.label: without --label-key, it is None"
+            findings.add("reward-flat", detail, is_fatal=False)
     if len({str(row.label) for row in rows}) < 2:
         raise LeftOut("fewer than two different labels in the first rows (--label-key)")
     try:
@@ -120,14 +128,20 @@ def reward(case: CheckedRun, findings: CheckFindings) -> None:
         if _asks_a_server(error):
             raise LeftOut("it asks a server, which may not be up yet") from error
         # custom generate functions may add fields to samples that the reward needs
-        rollout = config.rollout
-        makes_samples = rollout.custom_generate_function_path or rollout.rollout_function_path
         findings.add_error(error, "reward-fails", is_fatal=not makes_samples)
     else:
         if failure is not None:
             findings.add_error(failure, "reward-fails", is_fatal=False)
         elif scores is not None:
             _judge(scores, findings)
+
+
+def _reads(code: CodeType | None, name: str) -> bool:
+    """Whether the code of a function, or of one inside it, reads an attribute of this name."""
+    if code is None:
+        return False
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return name in code.co_names or any(_reads(part, name) for part in inner)
 
 
 #: Packages with errors that are about a server.

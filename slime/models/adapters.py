@@ -285,7 +285,9 @@ def _unknown_target(option: str, name: str, known: list[str], family: ModelFamil
         why=f"nearest: {', '.join(near)}; all: {', '.join(known)}"
         if near
         else f"its layers are {', '.join(known)}",
-        fix="pass the last part of a layer's Hugging Face name",
+        fix=f"put blanks between names: {option} {' '.join(name.replace(',', ' ').split())}"
+        if "," in name
+        else "pass the last part of a layer's Hugging Face name",
     )
 
 

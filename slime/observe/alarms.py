@@ -222,9 +222,18 @@ def constant_reward(rows: Rows, flags: Flags) -> Alarm | None:
         return None
     if late_rewards(rows, flags):
         return None  # that alarm names the cause
-    steps = len(_flat_rows(rows)[0])
-    detail = f"every reward of the last {steps} steps is {value:g}: there is nothing to learn from"
-    return Alarm("The reward is constant", detail, _REWARD_FIX)
+    newest, earlier = _flat_rows(rows)
+    detail = f"every reward of the last {len(newest)} steps is {value:g}"
+    if not earlier:
+        return Alarm(
+            "The reward is constant", f"{detail}: there is nothing to learn from", _REWARD_FIX
+        )
+    detail += f", and at step {earlier[-1]['step']} they still differed"
+    fix = (
+        f"read the responses of both in samples/; {_lower_lr(flags)} if they broke, and go on from "
+        "a checkpoint before that step"
+    )
+    return Alarm("The reward is constant", detail, fix)
 
 
 def no_contrast(rows: Rows, flags: Flags) -> Alarm | None:

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.errors import UserError
+from slime.log import get_logger, tell
 from slime.prompts.conversation import REASONING_KEYS, Messages, read_messages
+
+logger = get_logger(__name__)
 
 _PROBE = "probe of the turn's end"
 _PAST_PROBE = "probe of a past turn"
@@ -181,6 +184,7 @@ class TemplateForm:
         writes_tools: tools are written.
         varies: two renderings of the same messages differ.
         asks: ``add_generation_prompt`` has an effect.
+        head: the text before an answer that no prompt ends with, where it has none.
         tail: the text that is written after the last assistant message.
         end: the part of ``tail`` that the model itself generates: up to its end-of-turn token.
     """
@@ -199,6 +203,7 @@ class TemplateForm:
     writes_tools: bool = False
     varies: bool = False
     asks: bool = True
+    head: str = ""
     tail: str = ""
     end: str = ""
 
@@ -362,7 +367,24 @@ def _template_form(tokenizer: Any, source: str, kwargs_json: str) -> TemplateFor
         followed = probe(form, answer, user)
         behind = followed[followed.find(_ANSWER) + len(_ANSWER) :] if _ANSWER in followed else ""
         form = dataclasses.replace(form, tail=tail, end=_end_of(tail, behind, tokenizer))
+        asked_text = render([user]) or ""
+        if not form.asks and plain.startswith(asked_text):
+            head = plain[len(asked_text) : plain.rfind(_ANSWER)].strip()
+            form = dataclasses.replace(form, head=head)
     return form
+
+
+def warn_of_no_generation_prompt(tokenizer: Any, **template_kwargs: Any) -> None:
+    """Warn if prompts end before what the chat template writes between question and answer."""
+    head = template_form(tokenizer, **template_kwargs).head
+    if head:
+        tell(
+            logger,
+            "the chat template has no generation prompt: it writes %r before an answer, and "
+            "prompts end without it, so that the model has to generate it; write it where "
+            "add_generation_prompt is true (chat_template.jinja)",
+            head,
+        )
 
 
 _PROBE_CALL = {

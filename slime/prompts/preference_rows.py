@@ -114,7 +114,8 @@ def with_prompt(
         raise RowProblem(
             "have answers without a prompt",
             f"there is no column '{_USUAL_PROMPT}', and the answers are not whole conversations",
-            "pass --input-key with the column of the prompt",
+            "pass --input-key with the column of the prompt; text that both answers begin with "
+            "needs a column of its own",
         )
     if talks:
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

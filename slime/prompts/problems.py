@@ -73,6 +73,9 @@ _USUAL = {
     "response-key": ("response", "completion", "output", "generated_text"),
 }  # fmt: skip
 
+#: Ends of flags that may be left out, because rows need no such column.
+_OPTIONAL = ("label-key", "metadata-key", "tool-key")
+
 
 def missing_key(key: str, flag: str, row_keys: Iterable[str]) -> RowProblem:
     """Make the problem of a row without the column that ``flag`` names. List the row's keys, and
@@ -80,8 +83,10 @@ def missing_key(key: str, flag: str, row_keys: Iterable[str]) -> RowProblem:
     keys = [str(k) for k in row_keys]
     usual = next((names for end, names in _USUAL.items() if flag.endswith(end)), ())
     there = [name for name in usual if name in keys]
-    fix = f"pass {flag} with an existing column, or leave it out if there is none"
-    if near := difflib.get_close_matches(key, keys, n=1, cutoff=0.5) or there:
+    fix = f"pass {flag} with an existing column"
+    if flag.endswith(_OPTIONAL):
+        fix += ", or leave it out if there is none"
+    if near := difflib.get_close_matches(key, keys, n=1) or there:
         fix = f"pass {flag} {shlex.quote(near[0])}"
     if key.partition(".")[0] in keys:
         fix = f"write the value of '{key}' into a column of its own: {flag} names whole columns"

@@ -90,6 +90,7 @@ def load_function(path: str) -> Any:
     _find_user_modules()
     if module_path.endswith(".pkl"):
         return _saved_function(path, Path(module_path))
+    _check_file(path, module_path, name)
     try:
         target = (
             _module_of_file(module_path)
@@ -229,6 +230,25 @@ def _module_of_file(file: str) -> ModuleType:
     sys.modules.setdefault(spec.name, module)  # dataclasses and pickle look it up there
     spec.loader.exec_module(module)
     return module
+
+
+def _check_file(path: str, module_path: str, name: str) -> None:
+    """Refuse a file without a function, without its ending, or that does not exist."""
+    if path.endswith(".py"):
+        raise UserError(f"'{path}' names a file and no function in it", fix=f"write {path}:NAME")
+    is_file = module_path.endswith(".py")
+    if not is_file and os.sep in module_path:
+        raise UserError(
+            f"'{path}' is neither a module nor a file",
+            why="modules have dots between their parts, and files end with .py",
+            fix=f"write {module_path}.py:{name}",
+        )
+    if is_file and not Path(module_path).is_file():
+        raise UserError(
+            f"'{path}' cannot be found: there is no file '{module_path}'",
+            why=f"the working directory is {os.getcwd()}",
+            fix="check the path",
+        )
 
 
 def _import_error(path: str, module_path: str, error: BaseException) -> UserError:

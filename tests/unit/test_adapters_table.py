@@ -200,6 +200,7 @@ def test_a_part_that_is_no_target_is_in_no_file() -> None:
     ("name", "flags", "said"),
     [
         ("Qwen/Qwen3-0.6B", {"lora_target_modules": ("q_prj",)}, "nearest: q_proj"),
+        ("Qwen/Qwen3-0.6B", {"lora_target_modules": ("q_proj,v_proj",)}, "modules q_proj v_proj"),
         ("Qwen/Qwen3-0.6B", {"lora_exclude_modules": ("kv_b_proj",)}, "has no such layer"),
         ("Qwen/Qwen3-0.6B", {"lora_target_modules": ("embed_tokens",)}, "cannot be adapted"),
         ("Qwen/Qwen3-0.6B", {"lora_target_modules": ("lm_head",)}, "are one weight"),

@@ -69,7 +69,12 @@ CONSTANT = {"low": 0.25, "high": 0.25, "flat": 1.0, "train__grad_norm": 0.0}
 @pytest.mark.parametrize(
     ("name", "rows", "said"),
     [
-        ("constant_reward", steps(3, **CONSTANT), "every reward of the last 3 steps is 0.25"),
+        ("constant_reward", steps(3, **CONSTANT), "last 3 steps is 0.25: there is"),
+        (
+            "constant_reward",  # a learning rate that breaks the model in its first step
+            [*steps(1, reward=0.25, flat=0.2), *steps(9, low=0.0, high=0.0, flat=1.0)[1:]],
+            "every reward of the last 8 steps is 0, and at step 1 they still differed",
+        ),
         (
             "no_contrast",
             steps(3, flat=1.0, train__grad_norm=0.0),

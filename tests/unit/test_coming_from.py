@@ -55,7 +55,19 @@ def test_a_name_of_another_system_is_answered_from_the_table(
 @pytest.mark.parametrize(
     ("word", "told"),
     [
-        ("actor_rollout_ref.actor.optim.lr=1e-6", "slime flags lr"),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "write --lr 1e-6"),
+        ("critic.optim.lr=1e-5", "write --critic-lr 1e-5"),
+        ("critic.model.path=value", "--critic-load"),
+        ("data.trust_remote_code=True", "write --trust-remote-code"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "--rollout-num-gpus-per-engine"),
+        (
+            "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+            "--tensor-model-parallel-size",
+        ),
+        (
+            "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2",
+            "write --tensor-model-parallel-size 2",
+        ),
         ("+trainer.n_gpus_per_node=8", "--actor-num-gpus-per-node"),
         ("grpo.num_prompts_per_step=32", "--rollout-batch-size"),
         ("loss_fn.unheard_of=1", "slime flags unheard_of"),
@@ -66,6 +78,14 @@ def test_settings_of_hydra_behind_a_flag_are_no_values_of_it(word: str, told: st
     given = read_argv(["--rm-type", "math", word, "--lr", "1"], errors)
     assert [error.what for error in errors] == [f"{word!r} is not a flag"]
     assert told in errors[0].fix and given.values["rm_type"] == "math" and "lr" in given.values
+
+
+def test_sections_of_another_systems_file_are_answered_setting_by_setting(tmp_path: Path) -> None:
+    file = tmp_path / "verl.yaml"
+    file.write_text("data:\n  train_files: a.jsonl\nactor_rollout_ref:\n  model: {path: M}\n")
+    errors: list[UserError] = []
+    read_config_file(str(file), errors)
+    assert [error.fix for error in errors] == ["--prompt-data", "--hf-checkpoint"]
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,11 @@ def test_json_and_list_expressions() -> None:
         (["--kl-loss-type", "low_var"], "did you mean low_var_kl?"),
         (["--loss-type", "ppo"], "the choices are: policy_loss, sft_loss, preference_loss"),
         (["--rollout-stop-token-ids", "1", "x"], "must be a whole number, not 'x'"),
+        (
+            ["--rollout-stop-token-ids", "1,2"],
+            "blanks between values: --rollout-stop-token-ids 1 2",
+        ),
+        (["--loss-type", "sft"], "did you mean sft_loss?"),
         (["--colocate=maybe"], "must be true or false"),
     ],
 )
@@ -168,6 +173,7 @@ def test_yaml_sets_the_same_names_and_flags_win(tmp_path: Path) -> None:
         ("colocate: 3", "run.yaml: --colocate must be true or false"),
         ("seed: [1, 2]", "run.yaml: --seed takes one value, not 2"),
         ("seed: true", "run.yaml: --seed must be a whole number, not True"),
+        ("rollout_stop_token_ids: 1,2,x", "write a list: [1, 2, x]"),
         ("- a", "must be a mapping"),
         ("a: [", "is not valid YAML"),
         ("num-rollout: 1\nnum_rollout: 2", "the key num_rollout comes twice"),

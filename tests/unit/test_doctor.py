@@ -168,6 +168,15 @@ provokes("context-length")(lambda f: f.config(max_position_embeddings=4))
 provokes("reward-flat")(lambda f: f.reward("always_nothing"))
 provokes("reward-flat")(lambda f: f.reward("looks_at_another_key"))
 provokes("reward-inverted")(lambda f: f.reward("upside_down"))
+provokes("flag-doubtful")(lambda f: f.add("--lora-rank", 4, "--lr", 1e-6))
+
+
+@provokes("reward-flat")
+def a_reward_of_labels_without_a_column(f: Fault) -> None:
+    f.without = "--label-key"
+    f.reward("upside_down")
+
+
 provokes("reward-fails")(lambda f: f.reward("raises"))
 provokes("data-too-few")(lambda f: f.add("--rollout-batch-size", 1000, "--num-epoch", 1))
 provokes("stale-weights")(lambda f: f.add("--update-weights-interval", 5))

@@ -62,6 +62,9 @@ def test_dotted_colon_and_file_paths_find_the_same_function(module, tmp_path: Pa
         ("user_c.score", ["there is no module 'user_c'"]),
         ("user_c.deep.score", ["there is no module 'user_c'"]),
         ("score", ["names no function"]),
+        ("user_b.py", ["names a file and no function", "write user_b.py:NAME"]),
+        ("./user_b:score", ["neither a module nor a file", "write ./user_b.py:score"]),
+        ("user_c.py:score", ["there is no file 'user_c.py'", "check the path"]),
         (
             "user_broken.score",
             ["importing user_broken failed", "ZeroDivisionError", "user_broken.py:2"],

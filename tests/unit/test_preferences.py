@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from slime.config import Config, make_config
 from slime.errors import UserError
 from slime.prompts.prepare import remember
+from slime.prompts.problems import missing_key
 from slime.prompts.source import PromptSource
 from slime.rollout.preferences import generate_preferences
 from slime.rollout.reference_cache import ReferenceCache, _model_digest
@@ -182,6 +183,12 @@ def test_rows_that_are_no_pairs_are_refused_by_name(
     path = write_jsonl(tmp_path / "pairs.jsonl", [GOOD, row])
     error = report_of(path).error
     assert error is not None and told in str(error) and f"{path}:2" in str(error)
+
+
+def test_only_a_column_that_rows_may_lack_can_be_left_out() -> None:
+    chosen = missing_key("chosen", "--chosen-key", ["prompt", "completion"])
+    assert chosen.fix == "pass --chosen-key with an existing column"
+    assert "leave it out" in missing_key("answer", "--label-key", ["prompt"]).fix
 
 
 @pytest.mark.parametrize("prompt", ["q", " q\n", said("q")])

@@ -19,7 +19,12 @@ from slime.config import make_config
 from slime.data_path import split_slice
 from slime.errors import UserError
 from slime.log import untold
-from slime.prompts.chat_template import carries_template, render_prompt, template_markers
+from slime.prompts.chat_template import (
+    carries_template,
+    render_prompt,
+    template_markers,
+    warn_of_no_generation_prompt,
+)
 from slime.prompts.order import shuffled
 from slime.prompts.prepare import Checker, prepare
 from slime.prompts.readers import JsonLines, iter_rows, open_rows
@@ -477,6 +482,23 @@ def test_stop_tokens_are_compared_with_the_templates_end_of_turn() -> None:
     assert stop_token_report(make_tokenizer(None, eos="<|endoftext|>")) == [], (
         "no template: nothing to compare"
     )
+
+
+@pytest.mark.parametrize(
+    ("ask", "head"),
+    [("", "<|im_start|>assistant"), ("{% if add_generation_prompt %}<|im_start|>assistant\n", "")],
+)
+def test_a_chat_template_without_generation_prompt_is_told(
+    caplog: pytest.LogCaptureFixture, ask: str, head: str
+) -> None:
+    turns = (
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+        "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    )
+    tokenizer = make_tokenizer(turns + ask + ("{% endif %}" if ask else ""))
+    with caplog.at_level(logging.WARNING):
+        warn_of_no_generation_prompt(tokenizer)
+    assert [repr(head) in record.getMessage() for record in caplog.records] == [True] * bool(head)
 
 
 def test_making_the_source_warns_of_endless_generation(

@@ -14,6 +14,7 @@ from slime.checkpoints.load_plan import config_for_resume
 from slime.config import Config, make_config
 from slime.config.hidden import with_secrets
 from slime.errors import UserError
+from slime.observe.run_folder import newest_stage
 from slime.run.session import Session
 from slime.run.stopping import StopSignals
 from tests.support.checkpoint_dirs import complete
@@ -49,7 +50,9 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_what_cannot_be_resumed(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "not a run folder" in refused(capsys, "nowhere")
     folder = write_run(outputs, "finished")
-    assert "sums is finished" in refused(capsys, str(folder))
+    told = refused(capsys, str(folder))
+    save = newest_stage(folder).config().checkpoint.save
+    assert "sums is finished" in told and save and f"--load {save}\n" in told
     write_run(outputs, save=None)
     assert "it saves no checkpoints" in refused(capsys, str(folder))
     assert "has no stage grpo" in refused(capsys, str(folder), "--stage", "grpo")
@@ -160,7 +163,9 @@ def test_all_secrets_that_are_missing_are_named_at_once(
     )
     monkeypatch.setenv("MY_TOKEN", "t")
     assert "MY_TOKEN" not in refused(capsys, str(folder), "--rm-url", "https://judge")
-    assert "takes no --lr of this run" in refused(capsys, str(folder), "--lr", "1")
+    told = refused(capsys, str(folder), "--lr", "1")
+    save = newest_stage(folder).config().checkpoint.save
+    assert "takes no --lr of this run" in told and f"--load {save or 'set to its --save'}" in told
 
 
 def test_secrets_come_from_the_environment_and_from_flags(outputs: Path) -> None:

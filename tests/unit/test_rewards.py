@@ -631,7 +631,8 @@ def test_the_command_scores_rows(
     assert reward_cli([*common, "--custom-rm-path", f"{user}.length"]) == 0
     assert "2 rows: mean 1.5000, min 1, max 2, 2 different values" in capsys.readouterr().out
     assert reward_cli([*common, "--rm-type", "f1", "--response", "5"]) == 0
-    assert "2 rows: mean 0.5000" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "2 rows: mean 0.5000" in printed.out and "--prompt-data" not in printed.err
     assert reward_cli([*common, "--rm-type", "f1", "--reward-key", "acc"]) == 0
     assert "--reward-key acc has no effect" in capsys.readouterr().err
     with pytest.raises(UserError, match="pass --response-key response"):
