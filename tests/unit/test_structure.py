@@ -30,25 +30,25 @@ BUDGETS = {
     "cli": 2_766,  # plan, launch, compare, images in a chat, flags and adapters without effect
     "cluster": 4_828,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
     "compat": 1_374,
-    "config": 6_454,  # preferences, images, kept weights, flags and options without effect
-    "diagnosis": 4_602,  # attention within images
+    "config": 6_490,  # preferences, images, kept weights, flags and options without effect
+    "diagnosis": 4_615,  # attention within images
     "embedded": 5_918,  # attention within images, sinks, stacks of experts, queries that grow
     "engines": 4_602,  # sessions and ranks of newer SGLang, pictures, overrides without effect
     "environments": 407,
     "forecast": 917,  # over-sampling and partial rollouts
     ".": 1_591,  # names and forms of secrets
     "memory": 2_008,  # host memory part by part, towers, one base of two roles, masks, drafts
-    "models": 5_899,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
-    "observe": 3_460,  # profiles, three trackers, ranges of recipes, rejected drafts
+    "models": 5_901,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
+    "observe": 3_469,  # profiles, three trackers, ranges of recipes, rejected drafts
     "page": 1_622,
     "processes": 1_102,  # the preloaded process
-    "prompts": 5_330,  # images, preferences, forms of messages, what templates leave out
+    "prompts": 5_356,  # images, preferences, forms of messages, what templates leave out
     "rollout": 9_633,  # images of answers, of teachers and of reward models, evaluation sets
     "run": 2_300,  # teachers that see, lengths for longrope, profiles, data sets from Python
     "samples": 2_420,  # rewards of tokens and turns, whole pairs, images behind other prompts
     "sandbox": 925,
     "trainer": 9_708,  # a critic that shares its base, attention within images by packed kernels
-    "user_code": 1_249,  # functions that are known to be sync
+    "user_code": 1_266,  # functions that are known to be sync
     "weights": 3_059,  # sessions of newer SGLang
 }
 #: Programs that run without the package keep their time constants.
