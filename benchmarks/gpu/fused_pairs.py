@@ -210,7 +210,7 @@ def push(
         return (
             receipt,
             buckets,
-            sync._groups.among(name for names in buckets for name in sorted(names)),
+            sync._load_groups.among(name for names in buckets for name in sorted(names)),
         )
     finally:
         wire.pack = pack
