@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from slime.checkpoints.load_plan import resolve_load, resolve_reference
@@ -10,6 +11,7 @@ from slime.config.config import Config
 from slime.diagnosis.check import CheckedRun, CheckFindings, LeftOut
 from slime.errors import UserError
 from slime.models import family_of, read_hf_config
+from slime.prompts.chat_template import warn_of_no_generation_prompt
 from slime.prompts.source import is_chat, warn_of_endless_generation
 from slime.prompts.tokenizer import end_token_conflicts, generation_config_of, stop_token_report
 from slime.rollout.eval_datasets import eval_datasets
@@ -128,6 +130,9 @@ def tokenizer(case: CheckedRun, findings: CheckFindings) -> None:
     except UserError:
         return  # the check of the data reports it
     findings.attempt(warn_of_endless_generation, case.run, found)
+    if in_turns and not case.run.algorithm.trains_on_data:
+        kwargs = case.run.data.apply_chat_template_kwargs
+        findings.attempt(partial(warn_of_no_generation_prompt, **kwargs), found)
     if not in_turns:
         other = findings.attempt(_report, case.run, found)
         findings.note(

@@ -30,11 +30,7 @@ from slime.log import get_logger, tell
 from slime.models import vocab_size_of
 from slime.models.nested import decoder_config
 from slime.models.spec import read_hf_config
-from slime.prompts.chat_template import (
-    carries_template,
-    template_markers,
-    warn_of_no_generation_prompt,
-)
+from slime.prompts.chat_template import carries_template, template_markers
 from slime.prompts.order import MappedOrder, PromptOrder, StreamedOrder
 from slime.prompts.prepare import ALL_ROWS, Checker, RowJudge, prepare
 from slime.prompts.problems import RowProblem
@@ -169,8 +165,7 @@ def _call_source(source: DataSource, method: str, *args: Any) -> Any:
 
 
 def warn_of_endless_generation(config: Config, tokenizer: Any) -> None:
-    """Warn if the model is used for chat, and no token that stops generation ends a turn, or
-    prompts do not end where an answer begins."""
+    """Warn if the model is used for chat and no token that stops generation ends a turn."""
     model = config.checkpoint.hf_checkpoint
     rollout = config.rollout
     if model is None or config.algorithm.trains_on_data or not is_chat(config, tokenizer):
@@ -180,7 +175,6 @@ def warn_of_endless_generation(config: Config, tokenizer: Any) -> None:
         tokenizer, generation_config, rollout.rollout_stop_token_ids, rollout.rollout_stop
     ):
         tell(logger, "%s", warning)
-    warn_of_no_generation_prompt(tokenizer, **config.data.apply_chat_template_kwargs)
 
 
 def is_chat(config: Config, tokenizer: Any) -> bool:
