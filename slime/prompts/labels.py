@@ -89,9 +89,10 @@ def read_label(row: dict[str, Any], key: str, flag: str, *, raw: bool, rm_type: 
     Raises:
         RowProblem: there is no such column, or the label cannot be compared.
     """
-    if key not in row:
+    column, *inner = label_path(row, key)
+    if column not in row:
         raise missing_key(key, flag, row)
-    label = row[key]
+    label = _inside(row[column], inner, key, flag)
     if compares_labels(rm_type):
         _check_comparable(label, key, flag)
     if rm_type.removeprefix("boxed_") in _POSITIONS and _is_position(label):
@@ -104,7 +105,32 @@ def read_label(row: dict[str, Any], key: str, flag: str, *, raw: bool, rm_type: 
                 "leave --label-type raw out, which keeps it as text",
             )
         return label
-    return label_text(written(row, key))
+    return label_text(_inside(written(row, column), inner, key, flag))
+
+
+def label_path(row: dict[str, Any], key: str) -> list[str]:
+    """Return where a row's label is: a column, and the keys inside it that follow dots, unless the
+    column itself is called so.
+
+    Example:
+        >>> label_path({"reward_model": {"ground_truth": "72"}}, "reward_model.ground_truth")
+        ['reward_model', 'ground_truth']
+    """
+    column, dot, _ = key.partition(".")
+    return key.split(".") if dot and key not in row and column in row else [key]
+
+
+def _inside(value: Any, keys: list[str], key: str, flag: str) -> Any:
+    for name in keys:
+        if not isinstance(value, dict) or name not in value:
+            has = f"has {', '.join(map(str, value))}" if isinstance(value, dict) else "has no keys"
+            raise RowProblem(
+                f"have no '{name}' inside '{key.partition('.')[0]}'",
+                f"what is there {has}",
+                f"pass {flag} with keys that each row has",
+            )
+        value = value[name]
+    return value
 
 
 def written(row: dict[str, Any], key: str) -> Any:

@@ -40,7 +40,7 @@ from slime.prompts.images import (
     kept,
     read_teacher_prompt,
 )
-from slime.prompts.labels import compares_labels, read_label
+from slime.prompts.labels import compares_labels, label_path, read_label
 from slime.prompts.preference_rows import (
     PreferenceColumns,
     count_images,
@@ -691,7 +691,8 @@ def _parts_in_order(
 def _unread_columns(
     row: dict[str, Any], form: RowFormat, more: tuple[str | None, ...] = ()
 ) -> tuple[str, ...]:
-    read = (form.input_key, form.label_key, form.metadata_key, form.tool_key, *more)
+    label = label_path(row, form.label_key)[0] if form.label_key else None
+    read = (form.input_key, label, form.metadata_key, form.tool_key, *more)
     if form.images is not None:
         read = (*read, form.images.column)
     return tuple(name for name, value in row.items() if name not in read and value is not None)

@@ -264,6 +264,24 @@ def test_what_is_no_number_is_no_label_of_a_reward_that_compares(
     )
 
 
+def test_a_label_inside_a_column(tmp_path: Path) -> None:
+    row = {"p": "?", "reward_model": {"style": "rule", "ground_truth": 5}}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row).replace("5", "5.10"))
+    key = "reward_model.ground_truth"
+    prompt = read_prompt(open_rows(str(path))[0], RowFormat(input_key="p", label_key=key), None)
+    assert (prompt.label, prompt.unread_columns) == ("5.10", ())
+    pa.parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    assert label_of(tmp_path / "rows.parquet", label_key=key) == "5"
+
+    path.write_text(json.dumps(row | {key: "a column of this name"}))
+    assert label_of(path, label_key=key) == "a column of this name"
+    with pytest.raises(RowProblem, match="no 'truth' inside 'reward_model'"):
+        label_of(path, label_key="reward_model.truth")
+    with pytest.raises(RowProblem, match=r"no key 'reward\.truth'"):
+        label_of(path, label_key="reward.truth")
+
+
 def test_rows_that_name_a_reward_that_compares_need_a_label_for_it(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"p": "q", "y": null, "metadata": {"rm_type": "math"}}\n')
     with pytest.raises(RowProblem, match="neither text nor a number"):

@@ -31,7 +31,7 @@ BUDGETS = {
     "cluster": 4_828,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
     "compat": 1_374,
     "config": 6_490,  # preferences, images, kept weights, flags and options without effect
-    "diagnosis": 4_615,  # attention within images
+    "diagnosis": 4_620,  # attention within images
     "embedded": 5_918,  # attention within images, sinks, stacks of experts, queries that grow
     "engines": 4_602,  # sessions and ranks of newer SGLang, pictures, overrides without effect
     "environments": 407,
@@ -42,7 +42,7 @@ BUDGETS = {
     "observe": 3_469,  # profiles, three trackers, ranges of recipes, rejected drafts
     "page": 1_622,
     "processes": 1_102,  # the preloaded process
-    "prompts": 5_356,  # images, preferences, forms of messages, what templates leave out
+    "prompts": 5_367,  # images, preferences, forms of messages, what templates leave out
     "rollout": 9_633,  # images of answers, of teachers and of reward models, evaluation sets
     "run": 2_300,  # teachers that see, lengths for longrope, profiles, data sets from Python
     "samples": 2_420,  # rewards of tokens and turns, whole pairs, images behind other prompts
