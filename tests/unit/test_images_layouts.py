@@ -52,7 +52,7 @@ ROUNDING = "attn.k_proj.bias"
 TOWER = ("visual.", "model.visual.", "vision_tower.")
 #: What shows each way of cutting or moving what images bring; the others are in the full run.
 ALWAYS = {
-    "qwen3_vl": ("CP2", "PP2", "DP2", "TP2+SP, recompute"),
+    "qwen3_vl": ("CP2", "PP2", "TP2+SP, recompute"),
     "qwen3_vl_moe": ("EP2",),
     "qwen2_5_vl": ("TP2+SP",),
     "qwen3_5": ("TP2+SP",),

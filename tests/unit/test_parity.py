@@ -69,7 +69,7 @@ LAYOUTS = {
 #: embeddings, residuals and logits; gated delta nets; sinks; queries that grow with the position;
 #: norms behind the rotation.
 ALWAYS = {
-    "qwen3_moe": ("TP2", "PP2 virtual", "DP2", "CP2", "EP2"),
+    "qwen3_moe": ("TP2", "PP2 virtual", "DP2", "CP2"),
     "deepseek_v3": ("TP2+SP", "CP2"),
     "olmo3": ("TP2+SP", "PP2", "CP2"),
     "granite": ("PP2",),

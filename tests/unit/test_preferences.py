@@ -403,9 +403,9 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "CP2 x PP2": (4, 1, parity.CP2 | parity.PP2),
 }
 ALWAYS = {
-    "dpo": ("TP2+SP", "DP2"),
+    "dpo": ("TP2+SP",),
     "kto": ("PP2 virtual", "DP2"),
-    "reward_model": ("TP2+SP", "CP2"),
+    "reward_model": ("CP2",),
 }
 CASES = [
     pytest.param(loss, name, marks=[] if name in ALWAYS.get(loss, ()) else [pytest.mark.full])
