@@ -56,13 +56,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 EXPERTS = ("deepseek_v3", "qwen3_moe", "shared outer sides")
 
 
-ALWAYS = (
-    ("qwen3", "recompute"),
-    ("qwen3_moe", "EP2"),
-    ("vocabulary", "TP2"),
-    ("vocabulary", "TP2+SP x PP2"),
-    ("head", "PP2 virtual"),
-)
+ALWAYS = {
+    "qwen3": ("recompute",),
+    "some targets": ("TP2+SP",),
+    "vocabulary": ("TP2", "TP2+SP x PP2"),
+    "head": ("PP2 virtual",),
+    "glm4": ("TP2+SP",),
+    "deepseek_v3": ("TP2+SP",),
+    "shared outer sides": ("CP2", "TP2+SP x EP2", "TP2 x EP2, expert tensor"),
+}
 
 
 def cases() -> Iterator[Any]:
@@ -70,8 +72,7 @@ def cases() -> Iterator[Any]:
         for layout in LAYOUTS:
             if "EP2" in layout and model not in EXPERTS:
                 continue
-            always = layout == "TP2+SP" or model == "shared outer sides"
-            always = always or (model, layout) in ALWAYS
+            always = layout in ALWAYS.get(model, ())
             yield pytest.param(model, layout, marks=[] if always else [pytest.mark.full])
 
 

@@ -88,8 +88,6 @@ def their_loss(model: Any, **call: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("family", "targets"),
     [
-        pytest.param("llama", (), id="llama-all"),
-        pytest.param("llama", ("v_proj", "gate_proj"), id="llama-some"),
         pytest.param("mistral", ("all-linear", *VOCABULARY), id="vocabulary"),
         pytest.param("mistral", ("lm_head",), id="head"),
         pytest.param("qwen3", (), id="qwen3-all"),
@@ -127,11 +125,8 @@ def test_loss_and_gradients_are_those_of_peft(
     [
         ("glm4", False),
         ("phi3", False),
-        ("gemma3_text", False),
-        ("qwen3_moe", False),
         ("qwen3_moe", True),
         ("deepseek_v3", False),
-        ("glm4_moe", False),
         ("gpt_oss", False),
         ("qwen3_5_text", False),
     ],
@@ -213,8 +208,10 @@ def test_gradients_of_micro_batches_are_not_rounded(tmp_path: Path) -> None:
 # -- the start -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "mistral"])
-@pytest.mark.parametrize("dtype", [{"fp32": True}, {"fp32": False, "bf16": True}])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("qwen3_moe", {"fp32": False, "bf16": True}), ("mistral", {"fp32": True})],
+)
 def test_at_first_the_policy_is_its_base_to_the_bit(
     family: str, dtype: dict[str, bool], tmp_path: Path
 ) -> None:
@@ -450,14 +447,14 @@ def test_a_checkpoint_of_adapters_loads_at_any_layout(
     one: list[Any] = [range(6)]
     two: list[Any] = [[0, 1, 4], [2, 3, 5]]
     layouts: list[tuple[int, dict[str, Any], list[Any]]] = [
-        (1, {}, one),
-        (4, {**TP2, **SP, **EP2}, two),
         (2, PP2, one),
-        (4, {**TP2, "expert_model_parallel_size": 2}, two),
+        (4, {**TP2, **EP2}, two),
         (1, {}, one),
     ]
-    if family == "mistral":
-        layouts = [(1, {}, one), (4, {**TP2, **SP, **PP2}, one), (1, {}, one)]
+    if "shared-outer" in adapted.values():
+        layouts = [(4, {**TP2, **SP, **EP2}, two), (2, PP2, one)]
+    elif family == "mistral":
+        layouts = [(4, {**TP2, **SP, **PP2}, one), (1, {}, one)]
 
     run = {"load": str(tmp_path / "run"), "save": str(tmp_path / "run")}
     resharded = [

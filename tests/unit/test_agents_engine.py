@@ -66,7 +66,7 @@ def state_of(url: str, model: Path, max_new_tokens: int, **flags: Any) -> Genera
 def test_the_example_gives_samples_of_exactly_what_the_engine_said(
     engine: Server, model: Path
 ) -> None:
-    """Two processes of the agent, through the rollout's own runner; log-probs are those of
+    """A process of the agent, through the rollout's own runner; log-probs are those of
     transformers."""
 
     async def run() -> list[Sample]:
@@ -76,11 +76,8 @@ def test_the_example_gives_samples_of_exactly_what_the_engine_said(
             20,
             custom_generate_function_path="examples.api_agent.rollout.generate",
         )
-        drawn = [
-            Sample(index=i, group_index=0, prompt="What is 17 * 23 + 5?", label="396")
-            for i in range(2)
-        ]
-        group = GroupRun.of(drawn)
+        drawn = Sample(index=0, group_index=0, prompt="What is 17 * 23 + 5?", label="396")
+        group = GroupRun.of([drawn])
         async with state.client:
             await GroupRunner(state, None, rollout_id=0).run(group)
             await close_server()

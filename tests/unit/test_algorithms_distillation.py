@@ -91,9 +91,8 @@ def test_whole_vocabulary_equals_the_definition(
 
 
 @KINDS
-@pytest.mark.parametrize("chunk", [-1, 2])
 def test_gradients_are_those_of_finite_differences(
-    kind: DivergenceKind, chunk: int, monkeypatch: pytest.MonkeyPatch
+    kind: DivergenceKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks, "_MIN_COLUMNS", 4)
     monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS", {"cpu": 1})
@@ -102,12 +101,10 @@ def test_gradients_are_those_of_finite_differences(
     of_teacher = log_probs_at(teacher, ids)
 
     def whole(hidden: Tensor, weight: Tensor) -> Tensor:
-        return divergence(
-            OutputRows(hidden, weight, 0.7), teacher, kind, beta=0.3, chunk_size=chunk
-        )
+        return divergence(OutputRows(hidden, weight, 0.7), teacher, kind, beta=0.3, chunk_size=2)
 
     def of_top(hidden: Tensor, weight: Tensor) -> Tensor:
-        own = log_probs_at(OutputRows(hidden, weight, 0.7), ids, chunk_size=chunk)
+        own = log_probs_at(OutputRows(hidden, weight, 0.7), ids, chunk_size=2)
         return top_divergence(own, of_teacher, kind, beta=0.3)
 
     for function in (whole, of_top):

@@ -99,7 +99,7 @@ def first(result: Result) -> str:
     return best.best.what
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
 def test_sides_that_see_alike(kind: str, tmp_path: Path) -> None:
     """Engine, trainer and reference agree, and all that is tried about images changes something."""
     save_seeing(tmp_path, kind)
@@ -138,18 +138,12 @@ def test_an_engine_that_reads_one_row_of_positions(
     assert "those without by " in details[0]
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (sight.Sight(is_blind=True), "images are not looked at"),
-        (sight.Sight(features=lambda own, _: own * 0), "the features of images are zeros"),
-    ],
-)
-def test_features_that_are_left_out(case: Discrepancy, changes: sight.Sight, said: str) -> None:
+def test_features_that_are_left_out(case: Discrepancy) -> None:
     model = case.model()
-    setting = replace(model.setting, sight=changes)
+    zeros = sight.Sight(features=lambda own, _: own * 0)
+    setting = replace(model.setting, sight=zeros)
     wrong = with_engine(case, lambda sample: model.log_probs(sample, setting))
-    assert first(examine(wrong)).startswith(said)
+    assert first(examine(wrong)).startswith("the features of images are zeros")
 
 
 def test_levels_that_are_left_out(case: Discrepancy) -> None:
@@ -166,8 +160,6 @@ def test_levels_that_are_left_out(case: Discrepancy) -> None:
     ("settings", "said"),
     [
         ({"do_normalize": False}, "images are not normalised"),
-        ({"do_rescale": False}, "images are not rescaled"),
-        ({"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}, "of ImageNet"),
         ({"resample": 2}, "with the bilinear filter"),
     ],
 )
@@ -182,7 +174,10 @@ def test_images_that_are_prepared_otherwise(
     assert said in first(examine(wrong))
 
 
-@pytest.mark.parametrize(("part", "said"), [("blocks.", "tower"), ("merger.", "projector")])
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [("blocks.", "tower"), pytest.param("merger.", "projector", marks=pytest.mark.full)],
+)
 def test_an_older_tower_or_projector(
     part: str, said: str, case: Discrepancy, tmp_path: Path
 ) -> None:

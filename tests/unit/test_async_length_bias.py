@@ -140,7 +140,7 @@ def in_lock_step() -> list[list[tuple[int, int]]]:
     return Session(async_buffer_size=0).run()
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(
     ahead=st.integers(1, 4),
     interval=st.integers(1, 3),
@@ -168,7 +168,7 @@ def test_the_fake_has_a_choice_to_offer() -> None:
     assert statistics.mean(length for _, length in first) < 0.7 * statistics.mean(lengths)
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(
     ahead=st.integers(0, 3),
     draw_size=st.integers(TARGET + 1, 3 * TARGET),

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.__main__ import main
@@ -209,6 +209,7 @@ _SECRET = st.text(
 )
 
 
+@settings(max_examples=30)
 @given(st.text(max_size=80), _SECRET, st.text(max_size=80))
 def test_a_known_secret_is_nowhere(before: str, secret: str, after: str) -> None:
     assert secret not in redact_text(f"{before}{secret}{after}", [secret]).replace(HIDDEN, "")

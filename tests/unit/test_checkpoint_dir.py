@@ -205,7 +205,7 @@ def test_a_lost_tracker_is_no_fresh_start(hf: Path, root: Path) -> None:
         plan_of(load=root, save=root.parent / "other", hf_checkpoint=hf)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
     content=st.binary(max_size=12)
     | st.sampled_from([b"\xb2", b"9" * 5000, b"1\x00", b"relea\xf3e", b"-3", b"1_0"])

@@ -37,7 +37,8 @@ def test_a_name_of_another_system_is_answered_from_the_table(
     name: str, row: OtherName, tmp_path: Path
 ) -> None:
     dashed = name.replace("_", "-")
-    for words in ([f"--{name}", "1"], [f"--{dashed}", "1"], [f"{name}=1"]):
+    spellings_of_it = [[f"{name}=1"], [f"--{dashed}", "1"], [f"--{name}", "1"]]
+    for words in spellings_of_it if name == row.names[0] else spellings_of_it[:2]:
         if "." in name and words[0].startswith("--"):
             continue  # Hydra's settings have no dashes
         with pytest.raises(UserError) as caught:

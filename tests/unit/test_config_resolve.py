@@ -214,7 +214,7 @@ settings_of_runs = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(flags=settings_of_runs)
 def test_saved_and_resolved_again_nothing_changes(
     flags: dict[str, Any], tmp_path_factory: Any
@@ -230,7 +230,7 @@ def test_saved_and_resolved_again_nothing_changes(
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(flags=settings_of_runs)
 def test_origins_cover_every_flag(flags: dict[str, Any]) -> None:
     config = make_config(**flags)

@@ -59,14 +59,21 @@ def assert_same_files(one: Path, other: Path) -> None:
     assert written == expected
 
 
+ALWAYS = {
+    ("qwen3_moe", "float32"),
+    *((name, "bfloat16") for name in ("llama", "deepseek_v3", "gpt_oss", "qwen3_next")),
+}
+
+
 def _there_and_back() -> Iterator[Any]:
-    """Every family in bfloat16, two in float32; the others belong to ``make test-full``."""
+    """Each kind of layer; the others belong to ``make test-full``. Their names and shapes, both
+    ways, are tested in test_families.py."""
     for family in FAMILIES:
         # mimo is not in transformers; nested ones are tested in test_nested_models.py
         if family.name == "mimo" or family.name in NESTED:
             continue
         for dtype in ("bfloat16", "float32"):
-            always = dtype == "bfloat16" or family.name in ("llama", "qwen3_moe")
+            always = (family.name, dtype) in ALWAYS
             yield pytest.param(family.name, dtype, marks=[] if always else [pytest.mark.full])
 
 

@@ -219,7 +219,10 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], int]] = {
     "supervised, dp3, one at a time": ("supervised", 3, STATIC | {"micro_batch_size": 1}, 3),
 }
 #: Whose parts are among the others.
-RARE = {"tp2", "tp2 x pp2", "cp2 x dp2", "experts, tp2+sp x ep2"}
+RARE = {
+    *("tp2", "pp2", "dp2", "tp2 x pp2", "cp2 x dp2", "experts, tp2+sp x ep2", "all at once"),
+    *("one sample at a time", "supervised, tp2+sp", "supervised, cp2"),
+}
 assert LAYOUTS.keys() > RARE
 
 

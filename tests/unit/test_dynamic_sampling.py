@@ -119,7 +119,7 @@ setups = st.builds(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(setup=setups, deterministic=st.booleans())
 def test_no_sample_is_lost_or_duplicated(setup: Setup, deterministic: bool) -> None:
     setup.deterministic = deterministic
@@ -152,7 +152,7 @@ def test_no_sample_is_lost_or_duplicated(setup: Setup, deterministic: bool) -> N
             assert (finished and not deterministic) or all(not s.response_length for s in group)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(setup=setups, other=setups)
 def test_deterministic_rollouts_do_not_depend_on_the_order_of_events(
     setup: Setup, other: Setup

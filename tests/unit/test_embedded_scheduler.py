@@ -3,6 +3,7 @@ same tokens."""
 
 from __future__ import annotations
 
+import functools
 import random
 from pathlib import Path
 
@@ -48,7 +49,9 @@ def seven() -> list[Sequence]:
     ]
 
 
+@functools.cache
 def alone(directory: Path, deterministic: bool = False) -> list[Sequence]:
+    """What several tests compare with; they change nothing in it."""
     sequences = seven()
     for sequence in sequences:
         run(make_scheduler(directory, deterministic=deterministic), [sequence])
@@ -61,8 +64,7 @@ def assert_same(ours: list[Sequence], theirs: list[Sequence]) -> None:
         assert a.output_logprobs == pytest.approx(b.output_logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("max_slots", [2, 3, 8])
-@pytest.mark.parametrize("prefill_tokens", [16, 2048])
+@pytest.mark.parametrize(("max_slots", "prefill_tokens"), [(2, 2048), (3, 16), (8, 16)])
 def test_together_equals_alone(directory: Path, max_slots: int, prefill_tokens: int) -> None:
     together = seven()
     scheduler = make_scheduler(directory, max_slots=max_slots, prefill_tokens=prefill_tokens)
@@ -84,14 +86,14 @@ def bits(sequences: list[Sequence]) -> list[tuple[list[int], list[float]]]:
     return [(s.output_ids, s.output_logprobs) for s in sequences]
 
 
-@pytest.mark.parametrize(("dtype", "threads"), [("float32", 1), ("bfloat16", 1), ("bfloat16", 2)])
+@pytest.mark.parametrize(("dtype", "threads"), [("float32", 1), ("bfloat16", 2)])
 def test_deterministic_mode_is_bit_identical(directory: Path, dtype: str, threads: int) -> None:
     with torch_threads(threads):
         expected = []
         for sequence in seven():
             run(make_scheduler(directory, deterministic=True, dtype=dtype), [sequence])
             expected += bits([sequence])
-        for order_seed, max_slots, prefill_tokens in ((0, 8, 2048), (1, 7, 33), (2, 3, 100)):
+        for order_seed, max_slots, prefill_tokens in ((0, 8, 2048), (1, 3, 33)):
             together = seven()
             scheduler = make_scheduler(
                 directory,
@@ -310,7 +312,7 @@ def check_invariants(scheduler: Scheduler, submitted: list[Sequence]) -> None:
         assert sequence.num_computed == sequence.length - 1
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(EVENTS, st.sampled_from([1, 2, 4]), st.sampled_from([5, 64]))
 def test_any_order_of_events_gives_the_tokens_of_each_alone(
     directory: Path, events: list[tuple[str, int, int]], max_slots: int, prefill_tokens: int

@@ -120,12 +120,11 @@ def test_prompts_that_wait_together_share_what_they_have_in_common(
         check(reference, sequence)
 
 
-@pytest.mark.parametrize("seed", range(3))
 def test_any_traffic_gives_the_numbers_of_transformers(
-    directory: Path, reference: torch.nn.Module, seed: int
+    directory: Path, reference: torch.nn.Module
 ) -> None:
     """Sequences of few slots end, move, are retracted and aborted, and share prefixes."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
     scheduler = make_scheduler(
         directory, max_slots=3, max_length=400, prefill_tokens=draw.choice([20, 70, 2048])
     )

@@ -117,13 +117,11 @@ def test_swapped_in_are_the_bits_of_a_conversion(models: Models, family: str, ki
 @pytest.mark.parametrize(
     ("layout", "family", "kind"),
     [
-        *(("tp2", "qwen3", kind) for kind in FORMATS),
+        *(("tp2", "qwen3", kind) for kind in FORMATS if kind != "int4"),
         ("tp2+sp", "qwen3", "int4"),
         ("pp2", "qwen3", "fp8"),
         ("ep2", "qwen3_moe", "int4"),
-        ("ep2", "qwen3_moe", "fp8"),
         ("etp2", "qwen3_moe", "int4-16-asymmetric"),
-        ("tp2+ep2", "qwen3_moe", "int4-16-asymmetric"),
         ("tp2+ep2", "qwen3_moe", "fp8"),
     ],
 )
@@ -168,7 +166,7 @@ def test_experts_alone(models: Models) -> None:
 
 @pytest.mark.parametrize(
     ("family", "kind", "chosen"),
-    [("qwen3", "int4", "linears"), ("qwen3", "fp8", "linears"), ("qwen3_moe", "int4", "linears")],
+    [("qwen3", "fp8", "linears"), ("qwen3_moe", "int4", "linears")],
 )
 def test_gradients_go_straight_through(models: Models, family: str, kind: str, chosen: str) -> None:
     """They are those of the plain forward pass at the quantised weights, to the bit, and move the

@@ -108,7 +108,7 @@ REWARD = {
 
 
 @given(names=st.sets(st.sampled_from([*KNOWN, *REWARD]), min_size=1, max_size=6))
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 def test_all_mistakes_are_told_by_both_and_alike(
     names: set[str], original: World, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -341,7 +341,7 @@ def test_checkpoint_of_one_expert_layout_loads_at_others(
     """Weights and Adam's moments: the next step is the same."""
     adam = {"optimizer": "adam", "lr": 0.01, "clip_grad": 0.0}
     saved_at = {"EP2": (2, EP2 | ETP1), "one": (1, {})}
-    load_at = {"EP2": [(1, {}), (2, TP2)], "one": [(2, EP2 | ETP1)]}
+    load_at = {"EP2": [(2, TP2)], "one": [(2, EP2 | ETP1)]}
     for name, (size, flags) in saved_at.items():
         root = tmp_path / name
         expected = ranks.run(size, checkpoint_job, model, root, adam | flags, False)[0]
@@ -433,14 +433,13 @@ GLOBAL_SHARDS = {
 @pytest.mark.parametrize(
     ("size", "data_parallel", "layout"),
     [
-        (2, 2, {}),
         (2, 2, EP2 | ETP1),
         (2, 1, TP2 | EP2 | ETP1),
         pytest.param(2, 1, CP2, marks=pytest.mark.full),
         pytest.param(4, 4, EP2 | ETP1 | DYNAMIC, marks=pytest.mark.full),
         pytest.param(4, 2, TP2 | SP | EP2 | ETP1, marks=pytest.mark.full),
     ],
-    ids=["DP2", "EP2 over DP2", "TP2 x EP2", "CP2", "DP4, EP2", "DP2 x TP2+SP, EP2"],
+    ids=["EP2 over DP2", "TP2 x EP2", "CP2", "DP4, EP2", "DP2 x TP2+SP, EP2"],
 )
 def test_the_global_balance_loss_is_that_of_the_step_in_one_micro_batch(
     size: int, data_parallel: int, layout: dict[str, Any], model: Path, ranks: Pools
@@ -529,7 +528,7 @@ def test_experts_are_counted_alike_in_any_packing(tmp_path: Path, ranks: Pools) 
     save_tiny("glm4_moe", tmp_path)
     plans: list[list[list[int]]] = []
 
-    @settings(max_examples=12, phases=[Phase.generate])
+    @settings(max_examples=4, phases=[Phase.generate])
     @given(partitions())
     def collect(plan: list[list[int]]) -> None:
         plans.append(plan)
@@ -688,9 +687,9 @@ def test_fused_permutation_is_accepted_and_changes_no_bit(ranks: Pools, model: P
     """The kernel belongs to Megatron's dispatchers, which never run: with the flag they would want
     it at once."""
     check_architecture(trainer_config(hf_checkpoint=str(model), moe_permute_fusion=True))
-    assert expert_arguments({"moe_permute_fusion": True}) == {"moe_permute_fusion": False}, (
-        "of a dense model too"
-    )
+    for arguments in ({}, {"num_moe_experts": 4}):  # of a dense model too
+        found = expert_arguments({**arguments, "moe_permute_fusion": True})
+        assert found["moe_permute_fusion"] is False
     [(kernel, expected, norm)], [(kernel_too, scores, norm_too)] = (
         ranks.run(1, fusion_job, model, fused) for fused in (False, True)
     )
@@ -712,16 +711,6 @@ def test_what_the_experts_here_do_not_have_is_refused_when_flags_are_read(
 ) -> None:
     with pytest.raises(UserError, match=f"--{flag.replace('_', '-')}(.|\\n)*{said}"):
         trainer_config(**{flag: value})
-
-
-def test_a_fused_permutation_is_asked_of_nobody(model: Path) -> None:
-    """Ours gives the same result; Megatron would look for Transformer Engine's kernel."""
-    check_architecture(trainer_config(hf_checkpoint=str(model), moe_permute_fusion=True))
-    for arguments in ({}, {"num_moe_experts": 4}):
-        assert (
-            expert_arguments({**arguments, "moe_permute_fusion": True})["moe_permute_fusion"]
-            is False
-        )
 
 
 @pytest.mark.parametrize(

@@ -454,7 +454,6 @@ AHEAD = {
     ("shape", "gpus", "per_host", "given"),
     [
         ("qwen3-30b-a3b", 16, 8, LOCK_STEP | {"expert_model_parallel_size": 8}),
-        ("qwen3-30b-a3b", 16, 8, AHEAD),
         ("qwen3-0.6b", 12, 8, LOCK_STEP | {"context_parallel_size": 2}),
         ("qwen3-0.6b", 9, 8, LOCK_STEP),
         ("qwen3-0.6b", 6, 4, AHEAD),

@@ -105,7 +105,7 @@ def grouped(draw: st.DrawFn) -> tuple[list[tuple[str, torch.Tensor]], dict[str, 
     return draw(st.permutations(tensors)), groups
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(drawn=grouped(), limit=st.integers(1, 400))
 def test_no_group_is_split_whatever_sizes_and_order(drawn: Any, limit: int) -> None:
     tensors, groups = drawn
@@ -195,8 +195,14 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("size", [1, 6_000, 20_000])
+@pytest.mark.parametrize(
+    ("way", "size"),
+    [
+        ("IPC handles", 6_000),
+        ("gloo broadcast", 20_000),
+        ("disk", 1),
+    ],
+)
 def test_pairs_arrive_at_any_bucket_size(
     server: FakeSGLang, model_dir: Path, tmp_path: Path, way: str, size: int
 ) -> None:

@@ -20,7 +20,7 @@ from slime.models.images import ImageReader
 from slime.trainer.megatron.backend import MegatronBackend
 from slime.weights.source import ModelSource
 from tests.support.embedded_models import make_scheduler, run
-from tests.support.images import CLOSE, IMAGES, SEEING, save_seeing
+from tests.support.images import CLOSE, IMAGES, save_seeing
 from tests.support.parity import worst
 from tests.support.peft_directories import random_adapter
 from tests.support.seeing_samples import SAMPLES, batch_of, own_log_probs, their_log_probs
@@ -37,7 +37,7 @@ def adapted(model: Path, adapter: Path) -> MegatronBackend:
     )
 
 
-@pytest.mark.parametrize("kind", [kind for kind in SEEING if "moe" not in kind])
+@pytest.mark.parametrize("kind", ["qwen3_5", "gemma3"])
 def test_log_probs_and_gradients_are_those_of_peft(kind: str, tmp_path: Path) -> None:
     import peft
 
@@ -81,7 +81,7 @@ def test_log_probs_and_gradients_are_those_of_peft(kind: str, tmp_path: Path) ->
         assert worst(gradient, expected[name]) <= max(1e-5, CLOSE.get(kind, 0.0)), name
 
 
-@pytest.mark.parametrize("kind", SEEING)
+@pytest.mark.parametrize("kind", ["qwen3_vl_moe", "qwen2_5_vl", "qwen3_5"])
 def test_the_engine_applies_them_to_prompts_with_images(kind: str, tmp_path: Path) -> None:
     """In one batch with requests for the base, which stays what it is."""
     save_seeing(tmp_path / "hf", kind)
@@ -112,7 +112,7 @@ def test_the_engine_applies_them_to_prompts_with_images(kind: str, tmp_path: Pat
             assert (said - found[role][i]).abs().max() <= CLOSE.get(kind, 5e-6), (role, i)
 
 
-@pytest.mark.parametrize("kind", SEEING)
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5_moe", "gemma3"])
 def test_a_merged_model_is_what_was_trained(kind: str, tmp_path: Path) -> None:
     save_seeing(tmp_path / "hf", kind)
     reader = ImageReader(tmp_path / "hf")

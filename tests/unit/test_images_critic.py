@@ -11,8 +11,8 @@ from torch import Tensor
 
 from slime.models.images import ImageReader
 from slime.samples.batch import TrainBatch
-from tests.support.images import CLOSE, IMAGES, SEEING, reference_logits, save_seeing
-from tests.support.parity import CP2, PP2, SP, TP2
+from tests.support.images import CLOSE, IMAGES, reference_logits, save_seeing
+from tests.support.parity import CP2
 from tests.support.seeing_samples import batch_of
 from tests.support.trainer_ranks import Pools, trainer_config
 from tests.support.trainers import trainer
@@ -20,7 +20,7 @@ from tests.support.trainers import trainer
 PPO: dict[str, Any] = {"advantage_estimator": "ppo", "critic_lr": 0.01, **IMAGES}
 
 
-@pytest.mark.parametrize("kind", SEEING)
+@pytest.mark.parametrize("kind", ["qwen3_vl_moe", "gemma3"])
 def test_values_are_outputs_of_transformers_layers(kind: str, tmp_path: Path) -> None:
     """A head that is a row of the output layer gives one of the logits."""
     model = save_seeing(tmp_path / "hf", kind)
@@ -55,29 +55,13 @@ def job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> list[Ten
     return backend.critic.outputs(batches[backend.data_parallel_rank])
 
 
-TRAINED = {"all layers": {}, "adapters": {"lora_rank": 2}}
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, ranks: Pools) -> dict[str, Any]:
-    """By what is trained: the flags, the batch, and what one process makes of it."""
-    folder = tmp_path_factory.mktemp("seeing")
-    save_seeing(folder)
-    batch = batch_of(ImageReader(folder), [[0, 1, 2], [3, 4, 5]])
-    found = {}
-    for trained, more in TRAINED.items():
-        flags = {"hf_checkpoint": str(folder), **PPO, **more}
-        found[trained] = (flags, batch, *ranks.run(1, job, flags, [batch]))
-    return found
-
-
-@pytest.mark.parametrize("trained", TRAINED)
-@pytest.mark.parametrize("layout", [TP2 | SP, PP2, CP2], ids=["TP2", "PP2", "CP2"])
-def test_any_layout_trains_the_critic_of_one_process(
-    layout: dict[str, Any], trained: str, ranks: Pools, alone: dict[str, Any]
-) -> None:
-    flags, batch, expected = alone[trained]
-    found = next(own for own in ranks.run(2, job, flags | layout, [batch]) if own is not None)
+def test_another_layout_trains_the_adapters_of_one_process(tmp_path: Path, ranks: Pools) -> None:
+    """A critic of whole layers is in test_critic.py, and images are in test_images_layouts.py."""
+    save_seeing(tmp_path)
+    batch = batch_of(ImageReader(tmp_path), [[0, 1, 2], [3, 4, 5]])
+    flags = {"hf_checkpoint": str(tmp_path), **PPO, "lora_rank": 2}
+    [expected] = ranks.run(1, job, flags, [batch])
+    found = next(own for own in ranks.run(2, job, flags | CP2, [batch]) if own is not None)
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max().clamp(min=1.0)
 

@@ -53,12 +53,16 @@ def reader(directory: Path, model: Any) -> ImageReader:
     return ImageReader(directory)
 
 
-@pytest.mark.parametrize("kind", SEEING)
 @pytest.mark.parametrize(
-    ("prefill_tokens", "deterministic"), [(2048, False), (7, False), (7, True)]
+    ("kind", "prefill_tokens", "deterministic"),
+    [
+        *((kind, 7, False) for kind in SEEING),
+        *((kind, 2048, False) for kind in ("qwen3_vl", "gemma3")),
+        *((kind, 7, True) for kind in ("qwen3_vl_moe", "qwen3_5")),
+    ],
 )
 def test_log_probs_are_those_of_transformers(
-    prefill_tokens: int, deterministic: bool, kind: str, tmp_path: Path
+    kind: str, prefill_tokens: int, deterministic: bool, tmp_path: Path
 ) -> None:
     """Prompt and sampled tokens, in one batch; the sampled ones by one forward of all."""
     directory = tmp_path

@@ -50,13 +50,20 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
 ROUNDING = "attn.k_proj.bias"
 #: Prefixes of a tower's tensors.
 TOWER = ("visual.", "model.visual.", "vision_tower.")
+#: What shows each way of cutting or moving what images bring; the others are in the full run.
+ALWAYS = {
+    "qwen3_vl": ("CP2", "PP2", "TP2+SP, recompute"),
+    "qwen3_vl_moe": ("EP2",),
+    "qwen2_5_vl": ("TP2+SP",),
+    "qwen3_5": ("TP2+SP",),
+    "qwen3_5_moe": (),
+    "gemma3": ("TP2+SP", "CP2"),
+}
 CASES = [
-    *(("qwen3_vl", name) for name in LAYOUTS if name != "EP2"),
-    *(("qwen3_vl_moe", name) for name in ("EP2", "TP2+SP")),
-    *(("qwen2_5_vl", name) for name in ("TP2+SP", "CP2")),
-    *(("qwen3_5", name) for name in ("TP2+SP", "CP2")),
-    ("qwen3_5_moe", "EP2"),
-    *(("gemma3", name) for name in LAYOUTS if name != "EP2"),
+    pytest.param(kind, name, marks=[] if name in always else [pytest.mark.full])
+    for kind, always in ALWAYS.items()
+    for name in LAYOUTS
+    if name != "EP2" or "moe" in kind
 ]
 
 

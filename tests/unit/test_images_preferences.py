@@ -37,7 +37,7 @@ from slime.samples.types import Group, Sample
 from slime.trainer.megatron import forward
 from tests.support.embedded_models import byte_tokenizer
 from tests.support.images import IMAGES, PICTURES, save_seeing, save_seeing_with_tokenizer
-from tests.support.parity import CP2, PP2, SP, TP2
+from tests.support.parity import CP2
 from tests.support.seeing_samples import batch_of, their_log_probs
 from tests.support.tiny_models import moved
 from tests.support.trainer_ranks import Pools, trainer_config
@@ -405,27 +405,20 @@ def preferences(reader: ImageReader, loss: str = "dpo") -> TrainBatch:
 
 
 def by_definition(loss: str, own: list[Tensor], theirs: list[Tensor], masks: list[Tensor]) -> float:
-    """The mean loss of the two pairs, or of the two answers of KTO; β 0.1 (SimPO: 2, γ 0.5)."""
+    """The mean loss of the two pairs, or of the two answers of KTO; β 0.1."""
     sums = [float((one * mask).sum()) for one, mask in zip(own, masks)]
     ratios = [total - float((one * mask).sum()) for total, one, mask in zip(sums, theirs, masks)]
-    counts = [float(mask.sum()) for mask in masks]
     if loss == "kto":
         drift = max(0.0, (ratios[1] + ratios[3]) / 2)
         values = [0.1 * (ratios[0] - drift), 0.1 * (drift - ratios[2])]
         return sum(1 - 1 / (1 + math.exp(-value)) for value in values) / 2
     found = []
     for c, r in ((0, 1), (2, 3)):
-        if loss == "dpo":
-            found.append(-float(logsigmoid(torch.tensor(0.1 * (ratios[c] - ratios[r])))))
-        elif loss == "ipo":
-            found.append((ratios[c] / counts[c] - ratios[r] / counts[r] - 5.0) ** 2)
-        else:
-            margin = 2.0 * (sums[c] / counts[c] - sums[r] / counts[r]) - 0.5
-            found.append(-float(logsigmoid(torch.tensor(margin))))
+        found.append(-float(logsigmoid(torch.tensor(0.1 * (ratios[c] - ratios[r])))))
     return sum(found) / 2
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "simpo", "kto"])
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
 def test_losses_are_those_of_transformers_log_probs(loss: str, tmp_path: Path) -> None:
     """The reference is another model, so that its own tower and decoder count."""
     model = save_seeing(tmp_path / "hf")
@@ -441,15 +434,13 @@ def test_losses_are_those_of_transformers_log_probs(loss: str, tmp_path: Path) -
         hf_checkpoint=str(tmp_path / "hf"),
         loss_type="preference_loss",
         preference_loss=loss,
-        **({} if loss == "simpo" else flags),
+        **flags,
         **IMAGES,
     )
     try:
-        if loss != "simpo":
-            scored = backend.log_probs(batch, "reference")
-            assert scored is not None
-            apart = max((a - b).abs().max().item() for a, b in zip(scored, theirs))
-            assert apart <= 5e-6
+        scored = backend.log_probs(batch, "reference")
+        assert scored is not None
+        assert max((a - b).abs().max().item() for a, b in zip(scored, theirs)) <= 5e-6
         found = backend.train(batch)
     finally:
         backend.close()
@@ -458,10 +449,9 @@ def test_losses_are_those_of_transformers_log_probs(loss: str, tmp_path: Path) -
     assert found["train/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])
-def test_a_reward_model_is_a_classifier_that_sees_and_a_reward(kind: str, tmp_path: Path) -> None:
+def test_a_reward_model_is_a_classifier_that_sees_and_a_reward(tmp_path: Path) -> None:
     """transformers and --rm-type reward_model score as training does."""
-    save_seeing(tmp_path / "hf", kind)
+    save_seeing(tmp_path / "hf", "gemma3")
     byte_tokenizer().save_pretrained(tmp_path / "hf")
     reader = ImageReader(tmp_path / "hf")
     batch = preferences(reader, "reward_model")
@@ -532,16 +522,13 @@ def preference_job(info: Any, flags: dict[str, Any], batch: TrainBatch) -> list[
     return [{name: one[name] for name in names if name in one} for one in metrics]
 
 
-@pytest.mark.parametrize("layout", [TP2 | SP, PP2, CP2], ids=["TP2", "PP2", "CP2"])
-def test_any_layout_learns_what_one_process_does(
-    layout: dict[str, Any], ranks: Pools, tmp_path: Path
-) -> None:
+def test_another_layout_learns_what_one_process_does(ranks: Pools, tmp_path: Path) -> None:
     save_seeing(tmp_path / "hf")
     batch = preferences(ImageReader(tmp_path / "hf"))
     flags = {"hf_checkpoint": str(tmp_path / "hf"), "loss_type": "preference_loss", **IMAGES}
     flags |= {"preference_loss": "dpo", "optimizer": "sgd", "lr": 0.02}
     [alone] = ranks.run(1, preference_job, flags, batch)
-    found = ranks.run(2, preference_job, flags | layout, batch)
+    found = ranks.run(2, preference_job, flags | CP2, batch)
     ours = next(one for one in found if len(one[0]) == 3)
     for step, wanted in zip(ours, alone, strict=True):
         assert step == pytest.approx(wanted, rel=2e-4, abs=2e-5)

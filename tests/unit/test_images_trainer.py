@@ -21,10 +21,12 @@ from tests.support.tiny_models import save_tiny
 from tests.support.trainers import trainer, whole_gradients
 
 
-@pytest.mark.parametrize("kind", SEEING)
-@pytest.mark.parametrize("micro_batches", [[[i] for i in range(6)], [[0, 1, 2], [3, 4, 5]]])
+@pytest.mark.parametrize(
+    ("kind", "micro_batches"),
+    [("qwen3_vl", [[i] for i in range(6)]), *((kind, [[0, 1, 2], [3, 4, 5]]) for kind in SEEING)],
+)
 def test_log_probs_are_those_of_transformers(
-    micro_batches: list[list[int]], kind: str, tmp_path: Path
+    kind: str, micro_batches: list[list[int]], tmp_path: Path
 ) -> None:
     """The samples have zero, one and three images, portrait and landscape, with text behind them;
     two of them share the tokens of their prompt and not its image."""
@@ -63,9 +65,7 @@ def test_in_bfloat16_it_is_as_near_as_transformers(kind: str, tmp_path: Path) ->
     assert error <= 1.5 * (theirs - exact).abs().mean()
 
 
-@pytest.mark.parametrize(
-    ("kind", "recompute"), [("qwen3_vl", True), *((kind, False) for kind in SEEING)]
-)
+@pytest.mark.parametrize(("kind", "recompute"), [(kind, kind == "qwen3_vl") for kind in SEEING])
 def test_gradients_are_those_of_transformers(kind: str, recompute: bool, tmp_path: Path) -> None:
     model = save_seeing(tmp_path / "hf", kind)
     reader = ImageReader(tmp_path / "hf")
@@ -128,7 +128,7 @@ def is_projector(name: str) -> bool:
     return re.match(r"(model\.)?visual\..*merger|multi_modal_projector\.", name) is not None
 
 
-@pytest.mark.parametrize("frozen", [(), ("tower",), ("projector",), ("tower", "projector")])
+@pytest.mark.parametrize("frozen", [("tower",), ("projector",)])
 def test_tower_and_projector_are_trained_or_frozen(frozen: tuple[str, ...], tmp_path: Path) -> None:
     """Frozen parameters keep every bit, weight decay or not, and have no optimizer state."""
     save_seeing(tmp_path / "hf")
@@ -225,7 +225,7 @@ def test_names_that_transformers_writes_are_read(tmp_path: Path) -> None:
     assert all(torch.equal(one, published[name]) for name, one in back.items())
 
 
-@pytest.mark.parametrize("kind", SEEING)
+@pytest.mark.parametrize("kind", ["qwen3_vl_moe", "qwen2_5_vl", "gemma3"])
 def test_names_dtypes_and_bytes_come_back(kind: str, tmp_path: Path) -> None:
     """In bfloat16, from and to files, tower and projector included; trained ones have moved."""
     save_seeing(tmp_path / "hf", kind)

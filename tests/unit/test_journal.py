@@ -111,7 +111,7 @@ def test_other_data_and_other_flags_are_not_mixed_up(
     assert not list(folder.iterdir())
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(
     records=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=8),
     cut=st.integers(0, 10**6),

@@ -214,7 +214,7 @@ def expected_bytes(
     [
         pytest.param(1, {}, [*FAMILIES], id="one rank"),
         pytest.param(2, TP2 | SP, [*FAMILIES], id="TP2+SP"),
-        pytest.param(2, TP2, ["qwen3", "qwen3_moe"], id="TP2"),
+        pytest.param(2, TP2, ["qwen3", "qwen3_moe"], id="TP2", marks=pytest.mark.full),
         pytest.param(2, CP2, ["llama", "qwen3_moe", "deepseek_v3"], id="CP2"),
         pytest.param(2, EP2, MOE, id="EP2"),
     ],

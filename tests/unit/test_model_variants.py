@@ -288,10 +288,7 @@ SHARED = {
     *("hidden_act", "rms_norm_eps", "vocab_size", "moe_intermediate_size"),
 }
 #: Families of which every run tries every field; of the others, the full run alone.
-COMMON = {
-    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "gemma3_text"),
-    *("smollm3", "gpt_oss", "deepseek_v3"),
-}
+COMMON = {"llama", "qwen3_moe", "gemma3_text", "gpt_oss", "deepseek_v3"}
 COMPUTE_SHARED = ("llama",)
 #: What must not be refused.
 SUPPORTED: list[tuple[str, dict[str, Any]]] = [
@@ -402,12 +399,18 @@ def batch_of_responses() -> TrainBatch:
     return make_batch([[0, 1, 2]], num_samples=3, seed=9)
 
 
-def log_probs(model: torch.nn.Module, temperature: float = 0.8) -> list[torch.Tensor]:
+def logits_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [
+            model(tokens[None]).logits[0, :-1].float() for tokens in batch_of_responses().tokens
+        ]
+
+
+def log_probs(logits: list[torch.Tensor], temperature: float = 0.8) -> list[torch.Tensor]:
     """Of the batch's responses."""
     batch, found = batch_of_responses(), []
-    for tokens, response in zip(batch.tokens, batch.response_lengths):
-        with torch.no_grad():
-            scores = (model(tokens[None]).logits[0, :-1].float() / temperature).log_softmax(-1)
+    for one, tokens, response in zip(logits, batch.tokens, batch.response_lengths):
+        scores = (one / temperature).log_softmax(-1)
         found.append(scores.gather(1, tokens[1:, None])[-response:, 0])
     return found
 
@@ -415,7 +418,7 @@ def log_probs(model: torch.nn.Module, temperature: float = 0.8) -> list[torch.Te
 @functools.cache
 def base_of(family: str) -> tuple[ModelSpec, list[torch.Tensor]]:
     config = changed(family, {})
-    return family_of(config).model_spec(config), log_probs(reference(config))
+    return family_of(config).model_spec(config), log_probs(logits_of(reference(config)))
 
 
 def worst(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
@@ -437,9 +440,10 @@ def check(family: str, change: dict[str, Any], directory: Path, compute: bool = 
         return "refused"
     try:
         model = reference(config)
-        theirs = log_probs(model)
+        logits = logits_of(model)
     except Exception:
         return "meaningless"
+    theirs = log_probs(logits)
     if spec == before:
         assert worst(unchanged, theirs) == 0, (
             f"{family}: {change} changes transformers' numbers alone"
@@ -450,7 +454,7 @@ def check(family: str, change: dict[str, Any], directory: Path, compute: bool = 
     model.save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps(config))
     assert worst(_by_trainer(directory), theirs) <= 1e-5, (family, change)
-    assert worst(_by_engine(directory), log_probs(model, 1.0)) <= 1e-5, (family, change)
+    assert worst(_by_engine(directory), log_probs(logits, 1.0)) <= 1e-5, (family, change)
     return "computed"
 
 
@@ -492,7 +496,7 @@ def test_no_field_is_silently_computed_otherwise(family: str, shared: bool, tmp_
     assert found.get("computed", 0) + found.get("same", 0) >= 10, found  # not all refused
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     st.sampled_from(list(BASE)),
     st.lists(st.sampled_from(all_fields()), min_size=2, max_size=4),

@@ -8,13 +8,12 @@ All in float32, over gloo.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from slime.models import FAMILIES as TABLES
 from tests.support.hf_configs import NESTED
@@ -27,7 +26,6 @@ from tests.support.parity import (
     PIPELINED,
     PP2,
     SP,
-    TEMPERATURE,
     TOLERANCE,
     TP2,
     VIRTUAL,
@@ -41,13 +39,11 @@ from tests.support.trainer_ranks import Pools, make_batch, shard
 
 @dataclass(frozen=True)
 class Layout:
-    """Flags, the processes they need, and the data-parallel size that comes out; ``rare`` ones are
-    in the full run."""
+    """Flags, the processes they need, and the data-parallel size that comes out."""
 
     ranks: int
     data_parallel: int = 1
     flags: dict[str, Any] = field(default_factory=dict)
-    rare: bool = False
 
 
 LAYOUTS = {
@@ -56,115 +52,90 @@ LAYOUTS = {
     "PP2": Layout(2, flags=PP2),
     "PP2 virtual": Layout(2, flags=PP2 | VIRTUAL),
     "DP2": Layout(2, 2),
-    "DP2 optimizer not sharded": Layout(2, 2, {"use_distributed_optimizer": False}, rare=True),
+    "DP2 optimizer not sharded": Layout(2, 2, {"use_distributed_optimizer": False}),
     "CP2": Layout(2, flags=CP2),
     "EP2": Layout(2, 2, EP2 | ETP1),
     "TP2 x PP2": Layout(4, flags=TP2 | PP2),
     "TP2 x CP2": Layout(4, flags=TP2 | CP2),
-    "TP2+SP x CP2": Layout(4, flags=TP2 | SP | CP2, rare=True),
-    "PP2 virtual x CP2": Layout(4, flags=PP2 | CP2 | VIRTUAL, rare=True),
-    "DP2 x CP2": Layout(4, 2, CP2, rare=True),
-    "CP4": Layout(4, flags={"context_parallel_size": 4}, rare=True),
+    "TP2+SP x CP2": Layout(4, flags=TP2 | SP | CP2),
+    "PP2 virtual x CP2": Layout(4, flags=PP2 | CP2 | VIRTUAL),
+    "DP2 x CP2": Layout(4, 2, CP2),
+    "CP4": Layout(4, flags={"context_parallel_size": 4}),
     "DP2 x EP2": Layout(4, 4, EP2 | ETP1),
-    "TP2+SP x EP2": Layout(4, 2, TP2 | SP | EP2 | ETP1, rare=True),
+    "TP2+SP x EP2": Layout(4, 2, TP2 | SP | EP2 | ETP1),
 }
-DENSE = ["llama", "mistral", "qwen2", "qwen3"]
-FAMILIES = [*DENSE, "qwen3_moe", "glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v3"]
-#: Families with parts of their own, at the layouts that cut or move these: a gate of shared
-#: experts; wide norms, and a window and a rotary embedding for each kind of layer; factors on
-#: embeddings, residuals and logits; queries that grow with the position; norms behind the rotation;
-#: a softmax router with a bias.
-OF_NEW_PARTS = {
-    "qwen2_moe": ("TP2+SP",),
-    "olmo3": ("TP2", "TP2+SP", "PP2", "CP2"),
-    "granite": ("TP2+SP", "PP2"),
-    "qwen3_next": ("TP2+SP", "CP2"),
-    "qwen3_5_text": ("TP2", "PP2"),
+#: Families with parts of their own, at the layouts that cut or move these: experts; latent
+#: attention; wide norms, and a window and a rotary embedding for each kind of layer; factors on
+#: embeddings, residuals and logits; gated delta nets; sinks; queries that grow with the position;
+#: norms behind the rotation.
+ALWAYS = {
+    "qwen3_moe": ("TP2", "PP2 virtual", "DP2", "CP2"),
+    "deepseek_v3": ("TP2+SP", "CP2"),
+    "olmo3": ("TP2+SP", "PP2", "CP2"),
+    "granite": ("PP2",),
+    "qwen3_next": ("TP2+SP",),
+    "qwen3_5_text": ("PP2",),
     "qwen3_5_moe_text": ("EP2",),
-    "gpt_oss": ("TP2+SP", "CP2", "EP2"),
+    "gpt_oss": ("TP2+SP", "CP2"),
     "ministral3": ("CP2",),
-    "hunyuan_v1_dense": ("TP2", "TP2+SP"),
-    "ernie4_5_moe": ("TP2+SP", "EP2"),
-    "minimax_m2": ("TP2+SP",),
+    "hunyuan_v1_dense": ("TP2+SP",),
 }
-#: Families made of parts that others have, too.
-OF_KNOWN_PARTS = [
-    name for name in OTHER_FAMILIES if "," not in name and name not in {*FAMILIES, *OF_NEW_PARTS}
+#: Families made of parts that others have, too, are in the full run.
+FAMILIES = [
+    *("llama", "mistral", "qwen2", "qwen3"),
+    *(name for name in OTHER_FAMILIES if "," not in name),
 ]
 #: Families with experts.
 MOE = {table.name for table in TABLES if any(rule.is_expert for rule in table.rules)}
-#: How far random weights may lie apart from transformers: the norm behind a gated delta net divides
-#: by what is 1e-4 here, and with it the rounding before it.
-HYBRIDS = {"qwen3_next": 5e-4, "qwen3_5_text": 5e-4, "qwen3_5_moe_text": 5e-4}
 #: Variants with parameters of their own, at the layouts that cut or sum these.
 VARIANTS = ["llama, biases"]
 
 
 def _cases() -> Iterator[Any]:
-    """One family at all layouts, all families at one, and latent attention at context parallelism
-    besides; the other pairs belong to ``make test-full``."""
+    """Every pair that is not in ``ALWAYS`` belongs to ``make test-full``."""
     for family in FAMILIES:
         for layout in LAYOUTS:
-            if "EP2" in layout and family not in MOE:
-                continue
-            everything = family == "qwen3_moe" and not LAYOUTS[layout].rare
-            always = layout == "TP2+SP" or (layout, family) == ("CP2", "deepseek_v3") or everything
-            yield pytest.param(family, layout, marks=[] if always else [pytest.mark.full])
-    for family in [*OF_KNOWN_PARTS, *OF_NEW_PARTS]:
-        for layout in LAYOUTS:
             if "EP2" not in layout or family in MOE:
-                always = layout in OF_NEW_PARTS.get(family, ())
+                always = layout in ALWAYS.get(family, ())
                 yield pytest.param(family, layout, marks=[] if always else [pytest.mark.full])
     for variant in VARIANTS:
-        for layout in ("TP2", "TP2+SP", "PP2"):
+        for layout in ("TP2", "TP2+SP"):
             yield pytest.param(variant, layout)
 
 
 @pytest.fixture(scope="module")
-def checkpoints(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, tuple[Path, torch.nn.Module]]:
-    made = {}
-    for family in [*FAMILIES, *OF_KNOWN_PARTS, *OF_NEW_PARTS, *VARIANTS]:
-        directory = tmp_path_factory.mktemp("model")
-        made[family] = (directory, save_tiny(family, directory))
-    return made
-
-
-@pytest.fixture(scope="module")
-def singles() -> dict[str, dict[str, Any]]:
-    """Results of the single process by family, filled on demand."""
-    return {}
-
-
-@pytest.fixture(scope="module")
-def doubles() -> dict[str, Any]:
-    """Gradients of the hybrid in float64, filled on demand."""
-    return {}
-
-
 def single_process(
-    family: str, singles: dict[str, Any], ranks: Pools, checkpoints: dict[str, Any]
-) -> dict[str, Any]:
-    if family not in singles:
-        flags = {"hf_checkpoint": str(checkpoints[family][0])}
-        singles[family] = ranks.run(1, parity_job, flags, [make_batch(MICRO_BATCHES)])[0]
-    result: dict[str, Any] = singles[family]
-    return result
+    tmp_path_factory: pytest.TempPathFactory, ranks: Pools
+) -> Callable[[str], tuple[str, dict[str, Any]]]:
+    """By family: the directory of its model, and what one process computes."""
+
+    @functools.cache
+    def of(family: str) -> tuple[str, dict[str, Any]]:
+        directory = tmp_path_factory.mktemp("model")
+        before = save_tiny(family, directory).state_dict()
+        flags = {"hf_checkpoint": str(directory)}
+        [single] = ranks.run(1, parity_job, flags, [make_batch(MICRO_BATCHES)])
+        after = {name: one for name, one in single["weights"].items() if name in before}
+        change = sum((one - before[name]).norm() ** 2 for name, one in after.items())
+        total = sum(before[name].norm() ** 2 for name in after)
+        assert (change / total) ** 0.5 > 0.01, "the weights move, or the table proves little"
+        return str(directory), single
+
+    return of
 
 
 @pytest.mark.parametrize(("family", "layout"), list(_cases()))
 def test_layout_gives_the_numbers_of_one_process(
-    family: str, layout: str, ranks: Pools, checkpoints: dict[str, Any], singles: dict[str, Any]
+    family: str, layout: str, ranks: Pools, single_process: Any
 ) -> None:
-    single = single_process(family, singles, ranks, checkpoints)
+    directory, single = single_process(family)
     chosen = LAYOUTS[layout]
     batch = make_batch(MICRO_BATCHES)
     plans = DATA_PARALLEL[chosen.data_parallel]
     if "PP2" in layout:
         plans = [(range(6), PIPELINED)]
     batches = [shard(batch, members, plan) for members, plan in plans]
-    flags = {**chosen.flags, "hf_checkpoint": str(checkpoints[family][0])}
+    flags = {**chosen.flags, "hf_checkpoint": directory}
     results = ranks.run(chosen.ranks, parity_job, flags, batches)
     tolerance = TOLERANCE
 
@@ -191,15 +162,16 @@ def test_layout_gives_the_numbers_of_one_process(
     assert seen == set(batch.sample_indices)
 
 
-@pytest.mark.parametrize("layout", ["TP2+SP", "CP2", "TP2 x CP2"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("TP2+SP", marks=pytest.mark.full), "CP2", "TP2 x CP2"]
+)
 def test_layouts_of_a_hybrid_agree_in_double(
-    layout: str, ranks: Pools, checkpoints: dict[str, Any], doubles: dict[str, Any]
+    layout: str, ranks: Pools, single_process: Any
 ) -> None:
     """What is left is the rounding of the parameters that stay in float32."""
-    flags = {"hf_checkpoint": str(checkpoints["qwen3_5_text"][0])}
+    flags = {"hf_checkpoint": single_process("qwen3_5_text")[0]}
     batches = [make_batch(MICRO_BATCHES)]
-    if not doubles:
-        doubles |= ranks.run(1, gradients_in_double, flags, batches)[0]
+    [doubles] = ranks.once(1, gradients_in_double, flags, batches)
     chosen = LAYOUTS[layout]
     for result in ranks.run(chosen.ranks, gradients_in_double, flags | chosen.flags, batches):
         assert result.keys() == doubles.keys()
@@ -207,38 +179,8 @@ def test_layouts_of_a_hybrid_agree_in_double(
             assert worst(result[name], value) <= 1e-6, name
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
-def test_one_process_gives_the_log_probs_of_transformers(
-    family: str, ranks: Pools, checkpoints: dict[str, Any], singles: dict[str, Any]
-) -> None:
-    single = single_process(family, singles, ranks, checkpoints)
-    model, batch = checkpoints[family][1], make_batch(MICRO_BATCHES)
-    for tokens, response, log_probs in zip(
-        batch.tokens, batch.response_lengths, single["log_probs"]
-    ):
-        with torch.no_grad():
-            logits = model(tokens[None]).logits[0, :-1].float() / TEMPERATURE
-        expected = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0][-response:]
-        tolerance = HYBRIDS.get(family, TOLERANCE)
-        assert (log_probs - expected).abs().max() <= tolerance
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, *OF_NEW_PARTS])
-def test_the_weights_moved(
-    family: str, ranks: Pools, checkpoints: dict[str, Any], singles: dict[str, Any]
-) -> None:
-    """Otherwise the table would prove little."""
-    single = single_process(family, singles, ranks, checkpoints)
-    before = checkpoints[family][1].state_dict()
-    change = sum(
-        ((single["weights"][n] - before[n]).norm() ** 2) for n in single["weights"] if n in before
-    )
-    total = sum(before[n].norm() ** 2 for n in single["weights"] if n in before)
-    assert (change / total) ** 0.5 > 0.01
-
-
 def test_the_table_holds_every_family() -> None:
     # the first is Qwen2, the others are text models under other names
     twins = {"mimo", *NESTED}
-    known = {*FAMILIES, *OF_KNOWN_PARTS, *OF_NEW_PARTS, *twins}
-    assert known == {family.name for family in TABLES}
+    assert ALWAYS.keys() <= {*FAMILIES}
+    assert {*FAMILIES, *twins} == {family.name for family in TABLES}

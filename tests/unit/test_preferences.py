@@ -401,20 +401,23 @@ SHARES = {
     1: [(range(8), [[0, 1, 2, 3], [4, 5], [6, 7], []])],
     2: [((4, 5, 0, 1), [[0, 1], [2, 3]]), ((6, 7, 2, 3), [[0, 1, 2, 3], []])],
 }
-LAYOUTS = [
-    (2, 1, parity.TP2 | parity.SP),
-    (2, 1, parity.PP2 | parity.VIRTUAL),
-    (2, 1, parity.CP2),
-    (2, 2, {}),
-    pytest.param(4, 2, parity.TP2, marks=pytest.mark.full),
-    pytest.param(4, 1, parity.CP2 | parity.PP2, marks=pytest.mark.full),
-]
-#: What is trained at most layouts, and what only where somebody asks for all.
-TRAINED = [
-    "dpo",
-    "kto",
-    "reward_model",
-    *(pytest.param(loss, marks=pytest.mark.full) for loss in ("ipo", "simpo")),
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "TP2+SP": (2, 1, parity.TP2 | parity.SP),
+    "PP2 virtual": (2, 1, parity.PP2 | parity.VIRTUAL),
+    "CP2": (2, 1, parity.CP2),
+    "DP2": (2, 2, {}),
+    "DP2 x TP2": (4, 2, parity.TP2),
+    "CP2 x PP2": (4, 1, parity.CP2 | parity.PP2),
+}
+ALWAYS = {
+    "dpo": ("TP2+SP",),
+    "kto": ("PP2 virtual", "DP2"),
+    "reward_model": ("CP2",),
+}
+CASES = [
+    pytest.param(loss, name, marks=[] if name in ALWAYS.get(loss, ()) else [pytest.mark.full])
+    for loss in ("dpo", "kto", "reward_model", "ipo", "simpo")
+    for name in LAYOUTS
 ]
 
 
@@ -464,11 +467,11 @@ def flags_for(model: Path, loss: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("loss", TRAINED)
-@pytest.mark.parametrize(("size", "data_parallel", "layout"), LAYOUTS)
+@pytest.mark.parametrize(("loss", "name"), CASES)
 def test_any_layout_learns_what_one_process_does(
-    size: int, data_parallel: int, layout: dict[str, Any], loss: str, ranks: Pools, model: Path
+    loss: str, name: str, ranks: Pools, model: Path
 ) -> None:
+    size, data_parallel, layout = LAYOUTS[name]
     flags = flags_for(model, loss)
     [alone] = ranks.once(1, preference_job, flags, batches_for(loss, 1))
     found = ranks.run(size, preference_job, flags | layout, batches_for(loss, data_parallel))

@@ -116,7 +116,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> str:
     ],
 )
 @given(steps=STEPS)
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_after_any_history_every_draw_is_consumed_once_and_is_what_it_always_was(
     data, mixed, monkeypatch, flags, steps
 ) -> None:
