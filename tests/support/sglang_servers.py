@@ -7,19 +7,15 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from slime.cluster.server_process import ServerProcess
 from slime.config import Config, make_config
 from slime.engines.launch import EnginePlace
 from slime.engines.sglang.command import sglang_command
-from slime.processes import preloaded
 from slime.processes.host import PortReservation, reserve_port
-from tests.support.forks import socket_of_forks
 from tests.support.processes import ROOT
 
 FAKE = Path(__file__).parent / "fake_sglang"
@@ -81,18 +77,11 @@ def process_of(
     spec = sglang_command(config, str(model), "127.0.0.1", port, place)
     spec.env.update(fake_environment(calls, OMP_NUM_THREADS="1", **env))
     url = f"http://127.0.0.1:{port}"
-    process = ForkedServer(f"engine-{place.number}", spec, url, folder / f"{place.number}.log")
-    return FakeSGLang(url, process, calls)
-
-
-class ForkedServer(ServerProcess):
-    """A server as a fork of the process that tests' drivers are forks of."""
-
-    def start(self) -> None:
-        self.spec = replace(self.spec, is_preloaded=True)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(preloaded.VARIABLE, socket_of_forks())
-            super().start()
+    return FakeSGLang(
+        url,
+        ServerProcess(f"engine-{place.number}", spec, url, folder / f"{place.number}.log"),
+        calls,
+    )
 
 
 @contextmanager

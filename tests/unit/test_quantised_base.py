@@ -21,6 +21,7 @@ from slime.checkpoints.quantised_reader import QuantisedReader
 from slime.cli import export
 from slime.cli.model_source import chosen_model
 from slime.cli.push import card_of
+from slime.cluster.server_process import ServerProcess
 from slime.embedded.kind import embedded_command
 from slime.engines.fleet import EngineFleet
 from slime.engines.launch import ONE_GPU, EnginePlace
@@ -38,7 +39,7 @@ from tests.support.megatron_jobs import backend_of, exported, single
 from tests.support.parity import TP2
 from tests.support.peft_directories import random_adapter
 from tests.support.quantised_models import INT4, make_plain, same_bits, tensors_of
-from tests.support.sglang_servers import ForkedServer, fake_sglang
+from tests.support.sglang_servers import fake_sglang
 from tests.support.trainer_ranks import Pools, trainer_config
 
 pytest.importorskip("compressed_tensors", reason="the quantised extra is not installed")
@@ -201,7 +202,7 @@ def served(
     found = Served(url, at, folder / "adapter")
     config = trainer_config(**found.flags())
     spec = embedded_command(config, str(at.quantised), "127.0.0.1", port, ONE_GPU)
-    process = ForkedServer("engine-0", spec, url, folder / "log")
+    process = ServerProcess("engine-0", spec, url, folder / "log")
     process.start()
     try:
         process.wait_ready()
