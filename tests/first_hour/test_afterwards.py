@@ -84,7 +84,10 @@ def test_chat_reads_utf8_alone(run_folder: Path) -> None:
     assert done.returncode == 2 and b"a line of standard input is not UTF-8" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+# SIGTERM is also in tests/unit/test_serve.py
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGHUP]
+)
 def test_serve_prints_what_to_call_and_ends_with_a_signal(
     run_folder: Path, tmp_path: Path, number: int
 ) -> None:

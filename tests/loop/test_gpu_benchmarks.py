@@ -66,7 +66,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_steps_until_the_end_of_the_budget_are_kept(tmp_path: Path, steps: int) -> None:
     script = tmp_path / "endless.py"
     script.write_text(_ENDLESS.format(steps=steps))

@@ -136,6 +136,7 @@ def test_adapters_learn_from_images(run: Run, seeing: tuple[object, ...]) -> Non
     assert (result.path / "model" / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.full  # tests/unit/test_images_rollout.py: what goes on keeps its images
 def test_pushes_in_flight_keep_the_images(run: Run, seeing: tuple[object, ...]) -> None:
     name = "seeing-in-flight"
     flags: list[Any] = ["--update-weights-in-flight", "--async-buffer-size", 2, "--num-rollout", 4]
@@ -169,6 +170,7 @@ def test_answers_of_the_data_are_learned_with_images(run: Run, seeing: tuple[obj
     assert not any("merger" in key for key in moved)
 
 
+@pytest.mark.full  # tests/unit/test_images_preferences.py: losses are those of transformers
 def test_pairs_are_learned_with_images(run: Run, seeing: tuple[object, ...]) -> None:
     """DPO, and its evaluation; the second epoch knows what the reference has scored."""
     folder = Path(str(seeing[3])).parent
@@ -186,6 +188,7 @@ def test_pairs_are_learned_with_images(run: Run, seeing: tuple[object, ...]) -> 
     assert result.series("rollout/reference_known")[-1] == 1.0
 
 
+@pytest.mark.full  # tests/unit/test_images_distillation.py: an engine's scores are transformers'
 def test_a_teacher_in_an_engine_sees_the_images(run: Run, seeing: tuple[object, ...]) -> None:
     """It is the policy's first weights: nothing is to be learned in the first step."""
     flags = ["--use-opd", "--opd-loss", "forward_kl", "--opd-top-k", 5, "--entropy-coef", 1.0]

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from slime.processes.host import free_port
 from tests.support import toy
+from tests.support.forks import socket_of_forks
 from tests.support.processes import PATIENCE, ROOT
 
 pytestmark = pytest.mark.slow
@@ -63,11 +64,45 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("family", ["glm4", pytest.param("qwen3", marks=pytest.mark.full)])
+#: Stand-ins: `ray` starts no cluster and runs a job as it is; `python3` is a fork of the process
+#: that tests' drivers are forks of.
+COMMANDS = {
+    "ray": """#!/bin/sh
+[ "$1" = job ] || exit 0
+while [ "$1" != -- ]; do shift; done
+shift
+exec "$@"
+""",
+    "python3": f"""#!{sys.executable}
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from slime.processes import preloaded
+env = {{name: os.environ[name] for name in os.environ if name != "PYTHONBUFFERED"}}
+argv = [sys.executable, *sys.argv[1:]]
+server = preloaded._connect(os.environ["FORKS"])
+preloaded._request_fork(server, argv, env, (0, 1, 2), 0, is_watched=True)
+status = server.recv(64)
+sys.exit(int(status))
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "has_cluster"),
+    [
+        pytest.param("glm4", False, id="glm4"),
+        pytest.param("qwen3", True, id="qwen3", marks=pytest.mark.full),
+    ],
+)
 def test_a_launch_script_of_the_reference_system_trains(
-    family: str, tmp_path: Path, ray_folder: Path
+    family: str, has_cluster: bool, tmp_path: Path, ray_folder: Path
 ) -> None:
     """Its own arguments, but for what needs a GPU: their number, and flash attention."""
+    if not has_cluster:
+        (tmp_path / "bin").mkdir()
+        for name, text in COMMANDS.items():
+            (tmp_path / "bin" / name).write_text(text)
+            (tmp_path / "bin" / name).chmod(0o755)
     model = f"{family}-tiny"
     toy.write_model(tmp_path / model, family)
     toy.write_data(tmp_path / "sums.jsonl")
@@ -82,7 +117,8 @@ def test_a_launch_script_of_the_reference_system_trains(
     given = {
         "HERE": str(tmp_path),
         "MODEL": model,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "FORKS": socket_of_forks(),
         "OMP_NUM_THREADS": "1",
         "GPUS": "0",
         "ATTENTION": "auto",

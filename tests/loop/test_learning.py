@@ -81,7 +81,8 @@ ADAPTERS = ("--lora-rank", 8, "--lora-target-modules", "all-linear", "lm_head")
 @pytest.mark.parametrize(
     ("name", "model", "flags"),
     [
-        ("learn-ppo", "qwen3", ()),
+        # whole runs with a critic: test_critic_run.py
+        pytest.param("learn-ppo", "qwen3", (), marks=pytest.mark.full),
         pytest.param("learn-ppo-adapters", "llama", ADAPTERS, marks=pytest.mark.full),
     ],
     ids=["all layers", "adapters"],

@@ -105,7 +105,9 @@ def test_colocated_engines_and_trainers_take_turns(world: World, tmp_path: Path)
         driver.leaves_nothing()
 
 
-@pytest.mark.slow
+# tests/unit/test_adapter_push_servers.py pushes adapters to the stand-in; test_sglang_command.py
+# shows the flag by which it keeps its base
+@pytest.mark.full
 def test_adapters_come_to_engines_that_keep_their_base_while_they_sleep(
     world: World, tmp_path: Path
 ) -> None:

@@ -94,7 +94,11 @@ def test_same_metrics_by_every_way(
         assert by_broadcast.steps()[step] == by_disk.steps()[step] == by_memory.steps()[step]
 
 
-@pytest.mark.parametrize("which", ["by_broadcast", "data_parallel"])
+# two ranks train as one at every layout in tests/unit/test_parity.py
+DATA_PARALLEL = pytest.param("data_parallel", marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize("which", ["by_broadcast", DATA_PARALLEL])
 def test_the_router_uses_both_engines(which: str, request: pytest.FixtureRequest) -> None:
     result: RunResult = request.getfixturevalue(which)
     for engine in ("engine-0", "engine-1"):
@@ -102,6 +106,7 @@ def test_the_router_uses_both_engines(which: str, request: pytest.FixtureRequest
         assert found is not None and int(found.group(1)) > 0, engine
 
 
+@pytest.mark.full
 def test_two_ranks_train_as_one(data_parallel: RunResult, by_memory: RunResult) -> None:
     for step in range(1, ROLLOUTS + 1):
         two, one = data_parallel.steps()[step], by_memory.steps()[step]
@@ -120,7 +125,7 @@ def test_a_full_check_covers_every_tensor(by_disk: RunResult) -> None:
     assert by_disk.series("perf/update_weights/checked_tensors") == [num_tensors] * ROLLOUTS
 
 
-@pytest.mark.parametrize("which", ["by_memory", "by_broadcast", "by_disk", "data_parallel"])
+@pytest.mark.parametrize("which", ["by_memory", "by_broadcast", "by_disk", DATA_PARALLEL])
 def test_engines_agree_with_the_trainer_after_every_push(
     which: str, request: pytest.FixtureRequest
 ) -> None:

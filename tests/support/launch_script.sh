@@ -28,11 +28,11 @@ ROLLOUT_ARGS=(
    --custom-rm-path tests.support.toy.distinct_share
    --num-rollout 2
    --rollout-batch-size 4
-   --n-samples-per-prompt 16
+   --n-samples-per-prompt 4
    --rollout-max-response-len 8
    --rollout-temperature 1
 
-   --global-batch-size 64
+   --global-batch-size 16
    --balance-data
 )
 

@@ -87,8 +87,17 @@ def held(server: Server) -> dict[str, str]:
     return json.loads(urllib.request.urlopen(request, timeout=60).read())["fingerprints"]
 
 
-@pytest.mark.parametrize("way", ["shared memory", "gloo broadcast", "disk"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "way"),
+    [
+        (torch.bfloat16, "shared memory"),
+        (torch.bfloat16, "gloo broadcast"),
+        (torch.float32, "disk"),
+        pytest.param(torch.bfloat16, "disk", marks=pytest.mark.full),
+        pytest.param(torch.float32, "shared memory", marks=pytest.mark.full),
+        pytest.param(torch.float32, "gloo broadcast", marks=pytest.mark.full),
+    ],
+)
 def test_a_push_is_the_offline_conversion(
     engine: tuple[Server, Path, dict[str, torch.Tensor]],
     plain: dict[str, Path],

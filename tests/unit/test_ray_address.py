@@ -84,7 +84,8 @@ def test_somebody_who_says_nothing_of_rays(answer: Answer, monkeypatch: pytest.M
         assert "somebody listens there" in refused(address).why
 
 
-def test_rays_dashboard_is_not_its_gcs() -> None:
+def test_rays_dashboard_is_not_its_gcs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime.deadlines.PREFLIGHT_CONNECT", 0.5)
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
         thread = threading.Thread(target=server.handle_request)
         thread.start()

@@ -168,7 +168,9 @@ def watch(run: Path, cache: Path) -> None:
     watched.index.close()
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, 4))]
+)
 def test_no_command_changes_a_run_that_goes_on(
     part: int, base: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

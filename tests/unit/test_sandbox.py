@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import venv
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,7 +103,7 @@ def test_a_fork_bomb_stays_small(walls: str) -> None:
         except OSError as error:
             print(made, type(error).__name__, flush=True)
         """
-    ran = python(walls, "\n".join(line[8:] for line in code.splitlines()))
+    ran = python(walls, textwrap.dedent(code))
     made, error = ran.output.split()
     assert int(made) <= LIMITS.processes and error in ("BlockingIOError", "PermissionError")
 
@@ -144,7 +145,7 @@ def test_nothing_of_the_environment_is_found(walls: str, monkeypatch: pytest.Mon
             except OSError:
                 pass
         """
-    ran = python(walls, "\n".join(line[8:] for line in code.splitlines()))
+    ran = python(walls, textwrap.dedent(code))
     known = [
         "HOME",
         "LANG",
@@ -159,10 +160,16 @@ def test_nothing_of_the_environment_is_found(walls: str, monkeypatch: pytest.Mon
     assert "secret-of-the-run" not in ran.output
 
 
-@pytest.mark.parametrize("family", ["AF_INET", "AF_INET6", "AF_UNIX"])
-def test_there_is_no_network(walls: str, family: str) -> None:
-    ran = python(walls, f"import socket\nsocket.socket(socket.{family})")
-    assert ran.status == 1 and "PermissionError" in ran.output
+def test_there_is_no_network(walls: str) -> None:
+    code = """
+        import socket
+        for family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX):
+            try:
+                socket.socket(family)
+            except PermissionError:
+                print(family.name)
+        """
+    assert python(walls, textwrap.dedent(code)).output == "AF_INET\nAF_INET6\nAF_UNIX\n"
 
 
 def test_a_server_of_the_host_is_not_reached(walls: str) -> None:

@@ -8,9 +8,8 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
-import time
+import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,10 @@ from slime.cli.serve import _key, remove_logs_of_the_dead
 from slime.engines.keys import VARIABLE
 from slime.errors import UserError
 from slime.http_access import AsgiGuard, EngineAccess, foreign, is_inference
+from slime.processes import preloaded
 from tests.support.embedded_models import save_tiny_model
+from tests.support.forks import fork_or_start, socket_of_forks
+from tests.support.processes import wait_until
 from tests.support.sglang_servers import fake_environment
 
 _DEADLINE = 120.0
@@ -49,16 +51,18 @@ class Serving:
 
     def __init__(self, model: Path, folder: Path, *flags: str, **environ: str) -> None:
         command = [sys.executable, "-m", "slime", "serve", str(model), "--port", "0", *flags]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **environ}
+        env = {**os.environ, "TMPDIR": str(folder), preloaded.VARIABLE: socket_of_forks()}
         env.pop(VARIABLE, None)
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, text=True
-        )
-        assert self.process.stdout is not None
-        self.first = self.process.stdout.readline()
+        reader, writer = os.pipe()
+        with open(os.devnull) as nothing:
+            stdio = nothing.fileno(), writer, writer
+            self.process = fork_or_start(command, stdio, env | environ)
+        os.close(writer)
+        self.output = os.fdopen(reader)
+        self.first = self.output.readline()
         self.text = self.first
         while "print(answer" not in self.text:
-            line = self.process.stdout.readline()
+            line = self.output.readline()
             assert line, self.text
             self.text += line
         found = re.search(r"http://127\.0\.0\.1:(\d+)", self.first)
@@ -82,7 +86,9 @@ class Serving:
 
     def end(self, number: int) -> int:
         self.process.send_signal(number)
-        return self.process.wait(60)
+        status = self.process.wait(_DEADLINE)
+        self.output.close()
+        return status
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +108,9 @@ def server(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Itera
 ASK = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}}
 
 
-def test_it_is_closed_but_for_generation_with_the_key(server: Serving, tmp_path: Path) -> None:
+def test_it_is_closed_but_for_generation_with_the_key(
+    server: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its address comes through a pipe before the model is loaded; a kill leaves a folder, until
     the next start."""
     assert (
@@ -134,12 +142,13 @@ def test_it_is_closed_but_for_generation_with_the_key(server: Serving, tmp_path:
     assert server.end(signal.SIGKILL) == -signal.SIGKILL
     left = list(tmp_path.glob("slime-serve-*"))
     assert len(left) == 1
-    end = time.monotonic() + _DEADLINE
-    tempfolder = {**os.environ, "TMPDIR": str(tmp_path)}
-    script = "from slime.cli.serve import remove_logs_of_the_dead as r; r()"
-    while left[0].exists() and time.monotonic() < end:
-        subprocess.run([sys.executable, "-c", script], env=tempfolder, check=True)
-    assert not left[0].exists()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def is_removed() -> bool:
+        remove_logs_of_the_dead()
+        return not left[0].exists()
+
+    wait_until(is_removed, "its engine ends with it, and its folder is removed")
 
 
 def test_what_is_asked_for_is_open(model: Path, tmp_path: Path) -> None:

@@ -119,7 +119,10 @@ def test_an_unload_waits_for_requests_and_holds_the_lock(server: Server, model: 
     assert "adapters" not in info and info["enable_lora"]
 
 
-@pytest.mark.parametrize("fault", ["stray", "shape", "checksum"])
+@pytest.mark.parametrize(
+    "fault",
+    ["stray", *(pytest.param(one, marks=pytest.mark.full) for one in ("shape", "checksum"))],
+)
 def test_faults_that_end_the_server(model: Path, tmp_path: Path, fault: str) -> None:
     config, tensors = random_adapter(model)
     extra = {}

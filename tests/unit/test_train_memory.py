@@ -210,10 +210,16 @@ def test_full_recompute_needs_no_more_words() -> None:
 @pytest.mark.parametrize(
     ("layout", "levers"),
     [
-        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, RECOMPUTE["activations"]),
+        pytest.param(
+            {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+            RECOMPUTE["activations"],
+            marks=pytest.mark.full,
+        ),
         ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, RECOMPUTE["several"]),
         ({"pipeline_model_parallel_size": 2}, RECOMPUTE["activations"]),
-        ({"pipeline_model_parallel_size": 2}, RECOMPUTE["several"]),
+        pytest.param(
+            {"pipeline_model_parallel_size": 2}, RECOMPUTE["several"], marks=pytest.mark.full
+        ),
         ({}, {"offload_optimizer_states": True}),
         ({"bf16": True}, {"optimizer_cpu_offload": True}),
         (

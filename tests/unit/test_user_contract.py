@@ -840,7 +840,7 @@ ODD_VALUES = st.one_of(
 
 
 @given(st.dictionaries(st.sampled_from(sorted(FIELDS)), ODD_VALUES, min_size=1, max_size=3))
-@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_field_with_any_value_is_trained_on_or_refused_by_name(values: dict[str, Any]) -> None:
     DO[:] = [
         lambda sample: [setattr(sample, name, copy.copy(value)) for name, value in values.items()]

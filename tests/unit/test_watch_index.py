@@ -64,7 +64,7 @@ def a_run(folder: Path) -> Path:
     ("trigrams", "few", "late", "patience"),
     [(True, 3000, 25_000, 500), (True, 4, 9, 2), (True, 1, 1, 1), (False, 1, 1, 1)],
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(lines=st.lists(records, max_size=12), data=st.data())
 def test_a_search_finds_what_a_look_at_every_line_finds(
     tmp_path_factory: pytest.TempPathFactory,

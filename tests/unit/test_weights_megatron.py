@@ -4,8 +4,6 @@ unchanged."""
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime.config import make_config
-from slime.embedded.kind import embedded_command
 from slime.engines.api import EngineClient, GenerateResult
 from slime.errors import UserError
 from slime.models.spec import read_hf_config
@@ -25,10 +21,10 @@ from slime.weights.sync import WeightSync
 from slime.weights.transport import EngineSlots
 from tests.support import megatron_jobs as jobs
 from tests.support import stage_jobs
+from tests.support.contract_servers import embedded_argv, running
 from tests.support.embedded_models import save_tiny_model
 from tests.support.fake_weight_engine import FakeWeightEngine
 from tests.support.megatron_jobs import single
-from tests.support.router_server import wait_healthy
 from tests.support.trainer_ranks import RankPool
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -163,22 +159,10 @@ def test_a_failed_push_is_every_ranks_error(pool: RankPool, tmp_path: Path) -> N
 def engine_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """An embedded engine process that serves other weights than the trainer will have."""
     model = save_tiny_model(tmp_path_factory.mktemp("engine") / "model", "qwen3", seed=0)
-    spec = embedded_command(
-        make_config(fp32=True, hf_checkpoint=str(model)), str(model), "127.0.0.1", free_port()
-    )
-    process = subprocess.Popen(spec.argv, env={**os.environ, **spec.env})
-    url = f"http://127.0.0.1:{spec.argv[spec.argv.index('--port') + 1]}"
-
-    async def healthy() -> None:
-        async with EngineClient(url) as client:
-            await wait_healthy(client, 120)
-
-    try:
-        asyncio.run(healthy())
-        yield url
-    finally:
-        process.terminate()
-        process.wait(30)
+    port = free_port()
+    argv = embedded_argv(model, port, "--dtype", "float32")
+    with running(argv, port, model.parent / "log") as server:
+        yield server.url
 
 
 @pytest.mark.slow

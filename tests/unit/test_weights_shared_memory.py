@@ -21,22 +21,12 @@ from slime.errors import UserError
 from slime.weights.shared_memory_transport import SharedMemoryTransport
 
 _OWNER = """
-import sys, time
+import sys
 from pathlib import Path
 from slime.engines.wire.shared_memory import Segment
 segment = Segment(1000, Path(sys.argv[1]))
-print(segment.name, flush=True)
-if sys.argv[2] == "wait":
-    time.sleep(60)
+print(segment.name)
 """
-
-
-def start_owner(directory: Path, mode: str) -> tuple[subprocess.Popen, str]:
-    owner = subprocess.Popen(
-        [sys.executable, "-c", _OWNER, str(directory), mode], stdout=subprocess.PIPE, text=True
-    )
-    assert owner.stdout is not None
-    return owner, owner.stdout.readline().strip()
 
 
 def test_readers_see_what_the_owner_wrote_and_cannot_change_it(tmp_path: Path) -> None:
@@ -64,18 +54,30 @@ def test_pool_takes_turns_grows_and_reuses(tmp_path: Path) -> None:
 
 
 def test_segments_end_with_their_owner(tmp_path: Path) -> None:
-    owner, name = start_owner(tmp_path, "exit")
-    assert owner.wait(60) == 0 and name.startswith("slime-weights-")
+    command = [sys.executable, "-c", _OWNER, str(tmp_path)]
+    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert said.startswith("slime-weights-")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_segments_of_killed_owners_are_removed_and_of_living_ones_are_not(tmp_path: Path) -> None:
-    owner, name = start_owner(tmp_path, "wait")
-    try:
-        assert remove_stale(tmp_path) == [] and (tmp_path / name).exists()
-    finally:
-        os.kill(owner.pid, signal.SIGKILL)
-        owner.wait(60)
+    reader, writer = os.pipe()
+    owner = os.fork()
+    if owner == 0:
+        try:
+            segment = Segment(1000, tmp_path)
+            os.write(writer, segment.name.encode())
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writer)
+    with open(reader) as pipe:
+        name = os.read(pipe.fileno(), 1000).decode()
+        try:
+            assert remove_stale(tmp_path) == [] and (tmp_path / name).exists()
+        finally:
+            os.kill(owner, signal.SIGKILL)
+            os.waitpid(owner, 0)
     mine = Segment(10, tmp_path)
     assert (tmp_path / name).exists()
     assert remove_stale(tmp_path) == [name]
