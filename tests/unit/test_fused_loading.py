@@ -210,7 +210,7 @@ def test_pairs_arrive_at_any_bucket_size(
     if way == "disk":
         flags["update_weight_disk_dir"] = str(tmp_path / "push")
     sync = connected(model_dir, server, size, update_weight_buffer_size=size, **flags)
-    groups = sync._groups.among(sync._names)
+    groups = sync._load_groups.among(sync._names)
     assert groups
     compared = []
     for _ in range(2):
@@ -234,7 +234,7 @@ def test_a_torn_pair_is_named_by_the_receipt(server: FakeSGLang, model_dir: Path
     with pytest.raises(WeightMismatch) as caught:
         sync.push()
     lost = {line.split()[0] for line in caught.value.mismatches}
-    assert lost == {name for group in sync._groups.among(sync._names) for name in group}
+    assert lost == {name for group in sync._load_groups.among(sync._names) for name in group}
     q, kv = pair(0)
     assert (
         f"{q} was sent and not loaded by {server.url} (SGLang loads it only together with {kv})"
