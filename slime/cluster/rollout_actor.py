@@ -385,7 +385,8 @@ class RolloutActor:
         pending = self._written
         self._written = []
         for one in pending:
-            await asyncio.wrap_future(one)
+            written = asyncio.wrap_future(one)
+            await written
 
     async def close(self) -> None:
         if self.loop is not None:

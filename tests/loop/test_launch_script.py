@@ -78,6 +78,8 @@ import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 from slime.processes import preloaded
 env = {{name: os.environ[name] for name in os.environ if name != "PYTHONBUFFERED"}}
+given = env.get("PYTHONPATH", "")
+env["PYTHONPATH"] = ":".join([{str(ROOT)!r}, given])  # Python adds the folder of a script
 argv = [sys.executable, *sys.argv[1:]]
 server = preloaded._connect(os.environ["FORKS"])
 preloaded._request_fork(server, argv, env, (0, 1, 2), 0, is_watched=True)
