@@ -306,7 +306,8 @@ def _rewards_from_hook(
         roles = [f"the {kind} of the sample with index {sample.index}" for sample in samples]
         return [reward_number(value, origin, role) for value, role in zip(values, roles)]
 
-    logged, trained = checked(raw, "raw reward"), checked(rewards, "reward")
+    logged = checked(raw, "raw reward")
+    trained = checked(rewards, "reward")
     given = [sample.reward for sample in samples]
     if trained == given != logged:
         tell(
