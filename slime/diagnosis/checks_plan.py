@@ -24,9 +24,7 @@ def flags(case: CheckedRun, findings: CheckFindings) -> None:
         findings.add_error(error)
     if case.config is not None:
         for warning in case.config.warnings:
-            has_none = "no effect" in warning or "left out" in warning
-            trouble = "flag-without-effect" if has_none else "flag-doubtful"
-            findings.add(trouble, warning, is_fatal=False)
+            findings.add("flag-warning", warning, is_fatal=False)
         train = case.config.train
         rollout = case.config.rollout
         findings.note(

@@ -121,7 +121,7 @@ class DynamicSampler:
         self.watchdog = Watchdog(self.client, self.runner, self.stall_timeout)
         self.drawn: list[GroupRun] = []
         self._identities: set[tuple[str, int | None]] = set()  # `_identity_of` each drawn group
-        self._most_drops = max(_MAX_DROPS, 10 * self.target)
+        self._max_drops = max(_MAX_DROPS, 10 * self.target)
         path = getattr(self.runner.state.args, "data_source_path", None)
         self._source_name = named(path, "--data-source-path") if path else "the data source"
         self.result = Collected([], [])
@@ -274,7 +274,7 @@ class DynamicSampler:
             run.is_corrected = True
             return False
         self._drops_in_a_row += 1
-        if self._drops_in_a_row >= self._most_drops:
+        if self._drops_in_a_row >= self._max_drops:
             raise UserError(
                 f"{self._drops_in_a_row} groups in a row were generated with tokens older than "
                 "--max-staleness allows",
@@ -344,7 +344,7 @@ class DynamicSampler:
         self.result.drops[output.reason or "unnamed"] += 1
         self._drops_in_a_row += 1
         self._decide(run, Decision.DROP)
-        if self._drops_in_a_row >= self._most_drops:
+        if self._drops_in_a_row >= self._max_drops:
             reasons = ", ".join(
                 f"{reason} ({count})" for reason, count in self.result.drops.most_common(3)
             )

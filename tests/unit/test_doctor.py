@@ -168,7 +168,7 @@ provokes("context-length")(lambda f: f.config(max_position_embeddings=4))
 provokes("reward-flat")(lambda f: f.reward("always_nothing"))
 provokes("reward-flat")(lambda f: f.reward("looks_at_another_key"))
 provokes("reward-inverted")(lambda f: f.reward("upside_down"))
-provokes("flag-doubtful")(lambda f: f.add("--lora-rank", 4, "--lr", 1e-6))
+provokes("flag-warning")(lambda f: f.add("--lora-rank", 4, "--lr", 1e-6))
 
 
 @provokes("reward-flat")

@@ -31,7 +31,7 @@ BUDGETS = {
     "cluster": 4_829,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
     "compat": 1_374,
     "config": 6_490,  # preferences, images, kept weights, flags and options without effect
-    "diagnosis": 4_620,  # attention within images
+    "diagnosis": 4_618,  # attention within images
     "embedded": 5_918,  # attention within images, sinks, stacks of experts, queries that grow
     "engines": 4_602,  # sessions and ranks of newer SGLang, pictures, overrides without effect
     "environments": 407,
@@ -45,7 +45,7 @@ BUDGETS = {
     "prompts": 5_367,  # images, preferences, forms of messages, what templates leave out
     "rollout": 9_633,  # images of answers, of teachers and of reward models, evaluation sets
     "run": 2_300,  # teachers that see, lengths for longrope, profiles, data sets from Python
-    "samples": 2_420,  # rewards of tokens and turns, whole pairs, images behind other prompts
+    "samples": 2_421,  # rewards of tokens and turns, whole pairs, images behind other prompts
     "sandbox": 925,
     "trainer": 9_708,  # a critic that shares its base, attention within images by packed kernels
     "user_code": 1_266,  # functions that are known to be sync
