@@ -40,6 +40,7 @@ from slime.engines.fleet import EngineFleet
 
 #: Tokens that a random EAGLE-3 draft can propose.
 _DRAFT_VOCABULARY = 32_000
+CASES = ("the draft stays", "without drafts", "with drafts")
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -47,6 +48,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--algorithm", default="EAGLE3")
     parser.add_argument("--draft", type=Path, help="its directory, instead of random weights")
     parser.add_argument("--num-steps", type=int, default=3, help="draft tokens (default: 3)")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     return parser.parse_args(argv)
 
 
@@ -64,10 +66,15 @@ def main(argv: list[str] | None = None) -> int:
             "--sglang-speculative-num-draft-tokens": args.num_steps + 1,
         }
         words = [str(word) for pair in flags.items() for word in pair]
-        report.case("the draft stays", lambda: stays(args, folder, model, draft))
-        report.case("without drafts", lambda: run(args, folder / "plain", model, []))
-        report.case("with drafts", lambda: run(args, folder / "drafts", model, words))
-        report.case("compared", lambda: compared(report.rows))
+        measures = {
+            "the draft stays": lambda: stays(args, folder, model, draft),
+            "without drafts": lambda: run(args, folder / "plain", model, []),
+            "with drafts": lambda: run(args, folder / "drafts", model, words),
+        }
+        for case in args.cases:
+            report.case(case, measures[case])
+        if {"without drafts", "with drafts"} <= set(args.cases):
+            report.case("compared", lambda: compared(report.rows))
     return report.finish()
 
 
