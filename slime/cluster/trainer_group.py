@@ -163,15 +163,19 @@ class TrainerActor(RankActor):
         """
         metrics: dict[str, float] = {}
         of_base: list[float] | None = None
+        log_probs: list[float] | None = None
         with self._phase("update_weights"):
-            if canary and self.backend.adapters is not None:
-                of_base = self.backend.canary_log_probs(canary, base=True)
-            log_probs = self.backend.canary_log_probs(canary) if canary else None
-            if canary and self.backend.engine_weights is not None:
-                plain = self.backend.canary_log_probs(canary, plain=True)
-                if plain is not None and log_probs is not None:
-                    moved = statistics.fmean(abs(a - b) for a, b in zip(plain, log_probs))
-                    metrics["train/canary_quantisation_abs_diff"] = moved
+            if canary:
+                started = time.perf_counter()
+                if self.backend.adapters is not None:
+                    of_base = self.backend.canary_log_probs(canary, base=True)
+                log_probs = self.backend.canary_log_probs(canary)
+                if self.backend.engine_weights is not None:
+                    plain = self.backend.canary_log_probs(canary, plain=True)
+                    if plain is not None and log_probs is not None:
+                        moved = statistics.fmean(abs(a - b) for a, b in zip(plain, log_probs))
+                        metrics["train/canary_quantisation_abs_diff"] = moved
+                metrics["perf/canary_time"] = time.perf_counter() - started
             if self.backend.adapters is None:
                 receipt = self.sync.push()
             else:

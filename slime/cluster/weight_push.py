@@ -18,6 +18,7 @@ and loads no other one meanwhile. So an adapter in use is unloaded at a later pu
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
@@ -178,7 +179,11 @@ class WeightPush:
             if self.adapters is not None:
                 canary.adapter = adapter_name(int(metrics["perf/weight_version"]))
             self._onload_engines()  # without their caches they do not answer
-            return metrics | self._check_canary("a weight push", metrics)
+            started = time.perf_counter()
+            metrics |= self._check_canary("a weight push", metrics)
+            of_trainer = metrics.get("perf/canary_time", 0.0)
+            metrics["perf/canary_time"] = of_trainer + time.perf_counter() - started
+            return metrics
 
     def _check_canary(self, event: str, pushed: dict[str, float] | None = None) -> dict[str, float]:
         """Check the canary on all running engines; {} without a canary or without engines."""

@@ -133,6 +133,8 @@ def test_engines_agree_with_the_trainer_after_every_push(
     for name in ("train/canary_logprob_abs_diff", "train/canary_logprob_abs_diff_max"):
         values = result.series(name)
         assert len(values) == len(result.steps()) and all(0 <= value <= 1e-4 for value in values)
+    seconds = result.series("perf/canary_time")
+    assert len(seconds) == len(result.steps()) and min(seconds) > 0
 
 
 def test_every_sample_says_which_weights_made_it(

@@ -28,7 +28,7 @@ BUDGETS = {
     "algorithms": 1_406,  # four estimators, sampling masks, divergences, formulas for the docs
     "checkpoints": 4_967,  # MXFP4, reward models, names of PEFT, adapters of a critic
     "cli": 2_766,  # plan, launch, compare, images in a chat, flags and adapters without effect
-    "cluster": 4_829,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
+    "cluster": 4_838,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
     "compat": 1_374,
     "config": 6_490,  # preferences, images, kept weights, flags and options without effect
     "diagnosis": 4_618,  # attention within images
