@@ -209,7 +209,11 @@ class Struck:
         words = self.world.resumable(self.name, *self.flags)
         self.began = time.monotonic()
         return start(
-            words, self.world.outputs / self.name, self.script, SLIME_TEST_HOLD=str(self.hold)
+            words,
+            self.world.outputs / self.name,
+            self.script,
+            prefix=("env",),  # no fork, whose server would count as left behind
+            SLIME_TEST_HOLD=str(self.hold),
         )
 
     def ended(self) -> bool:
