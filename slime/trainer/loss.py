@@ -325,7 +325,7 @@ def _reduce_policy_loss(
     loss = reduced_loss(returned, given, masks, origin)
 
     def alone(position: int) -> Any:
-        at = slice(*_range_of(inputs, position))
+        at = _tokens_of(inputs, position)
         of_sample = make(
             inputs.total_lengths[position : position + 1],
             lengths[position : position + 1],
@@ -370,7 +370,7 @@ def _custom_loss(
 
     def alone(position: int) -> Any:
         own = _of_sample(inputs, position)
-        at = slice(*_range_of(inputs, position))
+        at = _tokens_of(inputs, position)
         logits = None if scores.logits is None else scores.logits[at].detach()
         return call(scores.log_probs[at].detach(), logits, own)[0]
 
@@ -404,15 +404,15 @@ def _batch_of(log_probs: Tensor, inputs: LossInputs) -> dict[str, Any]:
     }
 
 
-def _range_of(inputs: LossInputs, position: int) -> tuple[int, int]:
-    """Where the response tokens of a sample begin and end."""
+def _tokens_of(inputs: LossInputs, position: int) -> slice:
+    """Return the place of a sample's response tokens in flat tensors."""
     start = int(inputs.lengths[:position].sum())
-    return start, start + int(inputs.lengths[position])
+    return slice(start, start + int(inputs.lengths[position]))
 
 
 def _of_sample(inputs: LossInputs, position: int) -> LossInputs:
     """Return what the user's functions get of one sample."""
-    at = slice(*_range_of(inputs, position))
+    at = _tokens_of(inputs, position)
 
     def part(values: Tensor | None) -> Tensor | None:
         return None if values is None else values[at]
