@@ -205,7 +205,7 @@ def _stage_rule(spec: ModelSpec, config: Config) -> tuple[int, int, str, str]:
             what = "layers outside the first or last stage"
     for part in ("embedding", "loss"):
         if given.get(f"account_for_{part}_in_pipeline_split"):
-            layers = layers + 1
+            layers += 1
             what = f"{what} and the {part}"
     if ranks == 0 and layers:  # both stages have their own number of layers
         raise UserError(

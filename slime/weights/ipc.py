@@ -88,8 +88,8 @@ class IpcTransport(Transport):
         assert self.fleet is not None
         num_tensors = nbytes = 0
         for bucket, handles in self._shared_buckets(tensors):
-            num_tensors = num_tensors + len(bucket.entries)
-            nbytes = nbytes + bucket.nbytes
+            num_tensors += len(bucket.entries)
+            nbytes += bucket.nbytes
             if self._failure is not None:
                 continue
             try:
