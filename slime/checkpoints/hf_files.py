@@ -298,7 +298,7 @@ class HfReader:
             )
 
     def _expected_files(self) -> dict[str, set[str] | None]:
-        """File name → tensors that the index lists for it (None: no index)."""
+        """Return file name → tensors that the index lists for it; None without an index."""
         index = self.directory / INDEX
         if not index.is_file():
             if (self.directory / SINGLE).is_file():

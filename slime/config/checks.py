@@ -261,7 +261,7 @@ def _host(draft: Draft) -> None:
         missing = set()  # Transformer Engine has all backends, and reports what the GPU cannot run
     if draft["attention_backend"] in missing:
         raise UserError(
-            f"--attention-backend {draft['attention_backend']} is not there {where}",
+            f"--attention-backend {draft['attention_backend']} is not available {where}",
             why="torch's variable-length flash attention is used"
             if on_gpu
             else "torch's own attention is used",

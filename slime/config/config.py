@@ -207,7 +207,7 @@ class Config(FlagGroups):
         return found
 
     def flat(self) -> FlatArgs:
-        """``args`` for hooks: a new mutable namespace of every flag, unset ones at their defaults.
+        """Return ``args`` for hooks: a new mutable namespace of all flags, unset ones at defaults.
 
         Tuples become lists. Megatron's, SGLang's and the router's flags have their command-line
         names: ``args.num_layers``, ``args.sglang_mem_fraction_static``, ``args.router_policy``.

@@ -325,7 +325,7 @@ def _row(spec: FlagSpec) -> str:
 
 
 def _off_of(spec: FlagSpec) -> tuple[str, ...]:
-    """The off spelling, unless it is ``--no-<name>`` of a switch that is off by default."""
+    """Return the off spelling; () for ``--no-<name>`` of a switch that is off by default."""
     return (
         (spec.off,)
         if spec.off and (spec.default is not False or not spec.off.startswith("--no-"))

@@ -458,7 +458,7 @@ def _differ_by_little(one: str, other: str) -> bool:
     )
 
 
-#: Says that a value has no other text than itself.
+#: Default of `_set_key`: the value does not come from a file, so there is no text beside it.
 _SAME = object()
 
 

@@ -94,7 +94,7 @@ class TokenEmbedding:
         return self.weight.shape[1]
 
     def __call__(self, token_ids: torch.Tensor, adapted: AdaptedRows | None = None) -> torch.Tensor:
-        """int64 [tokens] → [tokens, hidden], with the products of the tokens' adapters."""
+        """Look up int64 [tokens] → [tokens, hidden], and add the adapters' products."""
         y = F.embedding(token_ids, self.weight)
         if adapted is not None:
             adapted.add_looked_up(y, token_ids, self, self.fixed_rows)
@@ -176,7 +176,7 @@ class ExpertMLP:
         chosen: list[torch.Tensor] | None = None,
         given: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [tokens, hidden] → ``y``, or ``residual + y``; the choices [tokens, k] are appended to
+        """Return ``y`` [tokens, hidden], or ``residual + y``; append the choices [tokens, k] to
         ``chosen``.
 
         Args:

@@ -220,7 +220,7 @@ def _stage_rule(spec: ModelSpec, config: Config) -> tuple[int, int, str, str]:
 
 
 def _dense_width(spec: ModelSpec) -> int:
-    """Intermediate features of dense MLPs; 0 if all layers have experts."""
+    """Return the intermediate features of dense MLPs; 0 if all layers have experts."""
     layers = spec.transformer.get("moe_layer_freq", 1)
     all_experts = bool(spec.num_experts) and (
         layers == 1 or (isinstance(layers, list) and all(layers))

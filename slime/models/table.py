@@ -94,7 +94,7 @@ def width(spec: ModelSpec, name: Size) -> int:
 
 
 def shapes_of(rule: Rule, spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the Hugging Face tensors of a rule, in their order; for stacks, of one expert."""
+    """Return the shapes of a rule's Hugging Face tensors in order; for stacks, of one expert."""
     rows = rule.rows if isinstance(rule.rows, tuple) else (rule.rows,) * len(rule.hf_names)
     columns = rule.columns if isinstance(rule.columns, tuple) else (rule.columns,)
     others = [width(spec, name) for name in columns if name is not None]

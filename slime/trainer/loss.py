@@ -84,7 +84,8 @@ def _preference_loss(
     config: Config,
     functions: UserFunctions,
 ) -> tuple[Tensor, Metrics]:
-    """Metrics of answers are means over the chosen or the rejected answers, others over pairs."""
+    """Return loss and metrics; metrics of answers are means over the chosen or the rejected ones,
+    others over pairs."""
     labels = inputs.preferences
     assert labels is not None, "samples without labels are refused when they are packed"
     flags = config.preference
@@ -311,7 +312,7 @@ def _reduce_policy_loss(
     config: Config,
     functions: UserFunctions,
 ) -> Tensor:
-    """``masks`` [T] are those after any correction."""
+    """Reduce the loss of each token; ``masks`` [T] are those after any correction."""
     if functions.reducer is None or not inputs.samples:
         return weighted_sum(token_loss, weights)
     lengths = inputs.lengths.tolist()
@@ -345,7 +346,7 @@ def _reduce_policy_loss(
 def _custom_loss(
     scores: TokenScores, inputs: LossInputs, config: Config, functions: UserFunctions
 ) -> tuple[Tensor, Metrics]:
-    """`slime.user_code.hooks.LossFunction` describes the function's arguments."""
+    """Call the user's `slime.user_code.hooks.LossFunction`, and check what it returns."""
     assert functions.loss is not None, (
         "--loss-type custom_loss is refused at launch without its function"
     )

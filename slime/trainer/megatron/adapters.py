@@ -149,7 +149,7 @@ def give_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _float_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b with a float32 result for factors of any dtype."""
+    """Return a @ b in float32 for factors of any dtype."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.ops.aten.mm.dtype(a, b, torch.float32)
     return a.float() @ b.float()

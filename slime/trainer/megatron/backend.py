@@ -791,7 +791,7 @@ class MegatronBackend(TrainerProcess):
 
     @contextmanager
     def _computing(self, *, as_engines: bool = False) -> Iterator[None]:
-        """Inside the block, compute with the engines' quantised weights under --fake-quantisation
+        """Compute with the engines' quantised weights inside the block, under --fake-quantisation
         or if ``as_engines``."""
         chosen = self.config.quantised.fake_quantisation
         if self.engine_weights is None or not (chosen or as_engines):

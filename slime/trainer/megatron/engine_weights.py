@@ -43,8 +43,7 @@ def frozen_reader(config: Config, base: Path, device: torch.device) -> Quantised
         base: the Hugging Face directory from which the base is loaded.
         device: on which quantised weights are computed.
     """
-    assert config.checkpoint.hf_checkpoint is not None
-    hf_config = read_hf_config(config.checkpoint.hf_checkpoint)
+    hf_config = read_hf_config(config.checkpoint.model_dir)
     quantisation = Quantisation.read(hf_config)
     if quantisation is None:
         return None
