@@ -28,12 +28,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from slime.checkpoints.critic_part import take_critic
 from slime.checkpoints.directory import ADAPTER
 from slime.checkpoints.hf_io import fill_adapters
-from slime.checkpoints.load_plan import (
-    LoadPlan,
-    is_hf_dir,
-    reference_adapter,
-    resolve_reference,
-)
+from slime.checkpoints.load_plan import LoadPlan, is_hf_dir, reference_adapter, resolve_reference
 from slime.checkpoints.loading import holds_adapters, saved_reference
 from slime.checkpoints.loading import load as load_checkpoint
 from slime.checkpoints.megatron_names import ModelPart
@@ -67,15 +62,7 @@ from slime.trainer.records import (
     TeacherColumns,
     TokenScores,
 )
-from slime.trainer.role import (
-    CRITIC,
-    POLICY,
-    REFERENCE,
-    Role,
-    policy_loss,
-    roles_of,
-    teacher_role,
-)
+from slime.trainer.role import CRITIC, POLICY, REFERENCE, Role, policy_loss, roles_of, teacher_role
 from slime.trainer.update import ByPosition, Update, evaluate, update
 from slime.weights.canary import canary_tokens
 from slime.weights.source import collect_adapters, save_hf, save_reward_model

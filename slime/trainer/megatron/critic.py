@@ -26,12 +26,7 @@ from torch import Tensor
 
 from slime.algorithms.values import ReturnScale
 from slime.checkpoints.directory import CRITIC
-from slime.checkpoints.load_plan import (
-    LoadPlan,
-    base_of_critic,
-    resolve_critic,
-    resolve_reference,
-)
+from slime.checkpoints.load_plan import LoadPlan, base_of_critic, resolve_critic, resolve_reference
 from slime.checkpoints.loading import SavedCritic, critic_in, holds_adapters, saved_critic
 from slime.checkpoints.loading import load as load_checkpoint
 from slime.checkpoints.megatron_names import ModelPart, global_parameters, unwrapped
