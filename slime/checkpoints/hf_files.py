@@ -47,17 +47,10 @@ _QUANTISED = {
     ".weight_packed": "INT4",
     ".qweight": "INT4",
 }
+#: Endings of names of files that are no assets of a model: weights, and their index.
 _WEIGHT_SUFFIXES = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".msgpack",
-    ".h5",
-    ".onnx",
-    ".index.json",
-)
+    ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json",
+)  # fmt: skip
 
 
 class LazyTensor:
@@ -110,7 +103,7 @@ class HfReader:
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
         for file_name, expected in self._expected_files().items():
-            self._files[file_name] = self._open(file_name)
+            self._files[file_name] = open_safetensors(self.directory / file_name, self._framework)
             names = set(self._files[file_name].keys())
             if expected is not None and expected - names:
                 missing = sorted(expected - names)
@@ -179,12 +172,7 @@ class HfReader:
         """Return torch's name of a tensor's dtype, without reading the tensor."""
         from slime.checkpoints.safetensors_stream import DTYPE_NAMES
 
-        stored = self._stored_names.get(name, name)
-        return DTYPE_NAMES[self._files[self._file_of[name]].get_slice(stored).get_dtype()]
-
-    @property
-    def num_files(self) -> int:
-        return len(self._files)
+        return DTYPE_NAMES[self._slice(name).get_dtype()]
 
     def __getitem__(self, name: str) -> TensorSource:
         if name in self._mxfp4:
@@ -196,10 +184,11 @@ class HfReader:
         return self._stored(name)
 
     def _stored(self, name: str) -> LazyTensor:
-        return LazyTensor(self._files[self._file_of[name]].get_slice(self._stored_name(name)))
+        return LazyTensor(self._slice(name))
 
-    def _stored_name(self, name: str) -> str:
-        return self._stored_names.get(name, name)
+    def _slice(self, name: str) -> Any:
+        """Return safetensors' handle of a stored tensor: its dtype, shape and rows."""
+        return self._files[self._file_of[name]].get_slice(self._stored_names.get(name, name))
 
     @property
     def score(self) -> LazyTensor | None:
@@ -254,9 +243,10 @@ class HfReader:
 
     def _check_dtypes(self, names: Iterable[str]) -> None:
         """Refuse weights that are not floating-point numbers of at least 16 bits."""
-        stored = (name for name in names if name in self._file_of and name not in self._mxfp4)
-        for name in stored:
-            code = self._files[self._file_of[name]].get_slice(self._stored_name(name)).get_dtype()
+        for name in names:
+            if name not in self._file_of or name in self._mxfp4:
+                continue
+            code = self._slice(name).get_dtype()
             if code not in ("F64", "F32", "F16", "BF16"):
                 raise UserError(
                     f"{self.directory}: {name} is of the type {code}, which is no type of "
@@ -308,7 +298,7 @@ class HfReader:
             )
 
     def _expected_files(self) -> dict[str, set[str] | None]:
-        """File name → tensors that the index lists for it (None: no index)."""
+        """Return file name → tensors that the index lists for it; None without an index."""
         index = self.directory / INDEX
         if not index.is_file():
             if (self.directory / SINGLE).is_file():
@@ -355,9 +345,6 @@ class HfReader:
                 fix="remove the one that is not meant",
             )
         return dict(sorted(promised.items()))
-
-    def _open(self, file_name: str) -> Any:
-        return open_safetensors(self.directory / file_name, self._framework)
 
     def _no_weights(self) -> UserError:
         if not self.directory.is_dir():
@@ -433,12 +420,9 @@ def _describe(names: list[str], adjective: str, spec: ModelSpec) -> list[str]:
     """Describe missing or unknown tensors with their number, layers and first names."""
     if not names:
         return []
-    per_layer = Counter(
-        found.group(1) for name in names if (found := re.search(r"\.layers\.(\d+)\.", name))
-    )
     count = f"{len(names)} tensors {adjective}" if len(names) > 1 else f"1 tensor {adjective}"
     layers = _layers_of(names)
-    where = f" in layers {layers} of {spec.num_layers}" if per_layer else ""
+    where = f" in layers {layers} of {spec.num_layers}" if layers else ""
     return [f"{count}{where}: {first_few(names)}"]
 
 

@@ -125,8 +125,8 @@ def load_hf(
                     fix="download the file again, or take an earlier checkpoint",
                 )
             taken.update(match.sources)
-            num_loaded = num_loaded + 1
-            num_elements = num_elements + piece.numel()
+            num_loaded += 1
+            num_elements += piece.numel()
             nbytes += piece.nbytes
             for file_name in {reader.file_of(source) for source in match.sources}:
                 files[file_name] = files.get(file_name, 0) + 1

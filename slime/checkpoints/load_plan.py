@@ -145,7 +145,7 @@ def config_for_resume(config: Config) -> Config:
     flags = config.checkpoint
     if flags.save is None:
         raise UserError(
-            "the run cannot go on: it saves no checkpoints",
+            "the run cannot be resumed: it saves no checkpoints",
             why="it was started without --save",
             fix="start the run again with --save {run}/checkpoints",
         )

@@ -28,13 +28,7 @@ from slime.checkpoints.random_state import (
 )
 from slime.checkpoints.resuming import first_corrupt
 from slime.checkpoints.sharded_store import StateDict, read, read_common, read_contents
-from slime.checkpoints.trainer_state import (
-    ADAPTERS,
-    BASE,
-    REFERENCE,
-    TrainerState,
-    adapter_facts,
-)
+from slime.checkpoints.trainer_state import ADAPTERS, BASE, REFERENCE, TrainerState, adapter_facts
 from slime.errors import UserError, first_few
 from slime.models.adapters import is_adapter_parameter
 from slime.processes.json_collectives import all_gather

@@ -97,8 +97,8 @@ class FlatRun:
 
 
 def parts(optimizer: Any) -> Iterator[Any]:
-    """Megatron's optimizers inside a chained one (dense and expert parameters), or the optimizer
-    itself; those without parameters are left out."""
+    """Yield Megatron's optimizers inside a chained one (dense and expert parameters), or the
+    optimizer itself; skip those without parameters."""
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
     chained = (
@@ -234,7 +234,7 @@ class OptimizerTensors:
         return wanted
 
     def put_back(self) -> None:
-        """After reading into ``sharded``: write the copies back to their optimizers."""
+        """Write the copies back to their optimizers, after ``sharded`` has been read."""
         for part, held in self.copies:
             part._set_main_param_and_optimizer_states(held.parameter, held.tensors)
 
@@ -303,8 +303,8 @@ class _BlockPlace:
 
 
 def _places(model_state: StateDict) -> dict[int, list[_BlockPlace]]:
-    """Parameter (by id) → its blocks. Gate and up projection of gated layers are separate tensors
-    in the checkpoint."""
+    """Return the id of each parameter → its blocks. Gate and up projection of gated layers are
+    separate tensors in the checkpoint."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 

@@ -82,12 +82,7 @@ _GATE_UP = "gate_up_proj"
 _DOWN = "down_proj"
 _MLP_LEAVES = ("gate_proj", "up_proj", "down_proj")
 #: Fields of PEFT's config with which engines do not load the tensors as they are.
-_NOT_LOADED = (
-    "rank_pattern",
-    "alpha_pattern",
-    "use_rslora",
-    "layers_to_transform",
-)
+_NOT_LOADED = ("rank_pattern", "alpha_pattern", "use_rslora", "layers_to_transform")
 
 
 @dataclass(frozen=True)
@@ -633,7 +628,6 @@ def write_adapter(
     *,
     base: str,
     layout: ExpertLayout = "per-expert",
-    card: str | None = None,
 ) -> Path:
     """Write an adapter in PEFT's format, into a directory that appears only when complete.
 
@@ -647,7 +641,6 @@ def write_adapter(
             name on the hub is written.
         layout: layout of routed experts. "per-expert" pads a lower rank of experts with zeros, as
             PEFT and SGLang read one rank for all modules.
-        card: text of README.md; None: no README.md.
     Raises:
         UserError: ``directory`` has other contents, or cannot be written; no partial files remain.
     """
@@ -665,7 +658,7 @@ def write_adapter(
         makers = _stacked(whole)
     else:
         makers = _padded(whole, rank)
-    return _write(target, config, makers, card, modules)
+    return _write(target, config, makers, modules)
 
 
 def write_plain(directory: str | Path, adapter: PeftAdapter, spec: ModelSpec | None = None) -> Path:
@@ -684,7 +677,7 @@ def write_plain(directory: str | Path, adapter: PeftAdapter, spec: ModelSpec | N
     if spec is not None:
         config["target_modules"] = _targets(tensors, spec)
     makers = {name: _output_of(source, source[:1].dtype) for name, source in tensors.items()}
-    return _write(Path(directory), config, makers, None, modules)
+    return _write(Path(directory), config, makers, modules)
 
 
 def rewrite_adapter(
@@ -707,7 +700,7 @@ def rewrite_adapter(
     names = family.modules
     config = _config(whole, adapter.rank, adapter.alpha, adapter.dropout, base, names)
     config |= _stacked_config(map(module_of, whole), adapter.rank, adapter.alpha, adapter.rank)
-    return _write(Path(directory), config, _stacked(whole), None, names)
+    return _write(Path(directory), config, _stacked(whole), names)
 
 
 def is_loadable(adapter: PeftAdapter, spec: ModelSpec | None = None) -> bool:
@@ -746,7 +739,6 @@ def _write(
     target: Path,
     config: Mapping[str, Any],
     makers: Mapping[str, _Output],
-    card: str | None,
     modules: ModuleNames,
 ) -> Path:
     from slime.checkpoints.safetensors_stream import write_stream
@@ -757,20 +749,17 @@ def _write(
     unfinished = partial_dir(target)
     try:
         (unfinished / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if card is not None:
-            (unfinished / "README.md").write_text(card, encoding="utf-8")
         table = {name: (dtype_name(one.dtype), one.shape) for name, one in makers.items()}
         stream = ((name, one.make()) for name, one in makers.items())
         write_stream(unfinished / WEIGHTS, table, stream)
         publish(unfinished, target)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
         raise UserError(
             f"could not write {target}", why=error.strerror or str(error), fix="free space"
         ) from error
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
     return target
 
 

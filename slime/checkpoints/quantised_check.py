@@ -74,7 +74,7 @@ def count_summary(reader: HfReader, spec: ModelSpec) -> str:
     counts = [per_layer[layer] for layer in range(spec.num_layers)]
     most = f" to {max(counts)}" if max(counts) > min(counts) else ""
     text = (
-        f"{reader.num_files} file(s), {len(reader.names())} tensors, {len(counts)} layers of "
+        f"{len(reader.file_names)} file(s), {len(reader.names())} tensors, {len(counts)} layers of "
         f"{min(counts)}{most} each"
     )
     first = next((layer for layer in range(spec.num_layers) if spec.is_moe_layer(layer)), None)

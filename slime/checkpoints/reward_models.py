@@ -68,16 +68,17 @@ def reward_config(hf_config: dict[str, Any], tokenizer_from: str) -> dict[str, A
 
 def fill_head(chunks: Sequence[nn.Module], score: torch.Tensor) -> None:
     """Copy a head [1, H] to the stage that has one; its bias, if any, is unchanged."""
-    for chunk in unwrapped(chunks):
-        head = dict(chunk.named_parameters()).get(_HEAD)
-        if head is not None:
-            head.detach().copy_(score)
+    head = _head_of(chunks)
+    if head is not None:
+        head.detach().copy_(score)
 
 
 def held_head(chunks: Sequence[nn.Module]) -> torch.Tensor | None:
     """Return the head [1, H] in host memory; None if this rank's stage has none."""
-    for chunk in unwrapped(chunks):
-        head = dict(chunk.named_parameters()).get(_HEAD)
-        if head is not None:
-            return head.detach().cpu()
-    return None
+    head = _head_of(chunks)
+    return None if head is None else head.detach().cpu()
+
+
+def _head_of(chunks: Sequence[nn.Module]) -> nn.Parameter | None:
+    heads = (dict(chunk.named_parameters()).get(_HEAD) for chunk in unwrapped(chunks))
+    return next((head for head in heads if head is not None), None)

@@ -296,8 +296,8 @@ def _write_error(what: str, why: str) -> UserError:
         what,
         why=why,
         fix="free space (--save-retain N keeps only the last N checkpoints), or pass another "
-        "--save, on a file system"
-        " that all trainer ranks share; the previous checkpoint is untouched",
+        "--save, on a file system that all trainer ranks share; the previous checkpoint is "
+        "untouched",
     )
 
 

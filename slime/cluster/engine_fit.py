@@ -130,20 +130,19 @@ def check_fit(
 
 def _check_model(config: Config, url: str, info: Mapping[str, Any]) -> None:
     flags = config.checkpoint
-    assert flags.hf_checkpoint is not None
-    wanted = read_hf_config(flags.hf_checkpoint)
+    wanted = read_hf_config(flags.model_dir)
     for name in ("model_type", "architectures"):
         if info.get(name) and wanted.get(name) and info[name] != wanted[name]:
             raise UserError(
                 f"the engine at {url} serves another model than --hf-checkpoint",
-                why=f"its {name} is {info[name]}, of {flags.hf_checkpoint} {wanted[name]}",
+                why=f"its {name} is {info[name]}, of {flags.model_dir} {wanted[name]}",
                 fix="start it with the model of this run",
             )
     folder = Path(str(info.get("model_path")))
     if not (folder / "config.json").is_file():
         return  # on another host: the push checks it
     own, its = (
-        family_of(path, flags.model_name).model_spec(path) for path in (flags.hf_checkpoint, folder)
+        family_of(path, flags.model_name).model_spec(path) for path in (flags.model_dir, folder)
     )
     try:
         check_same_model(own, its, folder)

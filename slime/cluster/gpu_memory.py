@@ -23,14 +23,7 @@ from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 
 from slime import deadlines
-from slime.cluster.engine_table import (
-    ALL_MEMORY,
-    CACHE,
-    GRAPHS,
-    WEIGHTS,
-    EngineEntry,
-    EngineTable,
-)
+from slime.cluster.engine_table import ALL_MEMORY, CACHE, GRAPHS, WEIGHTS, EngineEntry, EngineTable
 from slime.engines.api import EngineError
 from slime.engines.fleet import Body, EngineFleet, checked_answers
 from slime.log import get_logger

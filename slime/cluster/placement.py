@@ -118,8 +118,8 @@ def engine_parts(config: Config, plan: PlacementPlan, slots: GpuSlots) -> list[E
     for model in engine_of(config).served_models(config):
         for group in model.groups:
             parts += _parts_of(model, group, number, slot, slots)
-            number = number + group.num_engines
-            slot = slot + group.num_gpus
+            number += group.num_engines
+            slot += group.num_gpus
     return parts
 
 

@@ -13,13 +13,7 @@ import ray
 
 from slime import deadlines
 from slime.cluster.placement import GpuSlots
-from slime.cluster.waiting import (
-    Asked,
-    NamedActor,
-    Process,
-    this_process,
-    wait_for,
-)
+from slime.cluster.waiting import Asked, NamedActor, Process, this_process, wait_for
 from slime.config.config import Config
 from slime.engines.kinds import engine_of
 from slime.log import log_to_file_only

@@ -113,9 +113,8 @@ class RolloutActor:
         from slime.rollout.reference_cache import reference_cache
         from slime.rollout.rewards.row_checks import RewardJudge
 
-        assert self.config.checkpoint.hf_checkpoint is not None
         self.tokenizer = load_tokenizer(
-            self.config.checkpoint.hf_checkpoint,
+            self.config.checkpoint.model_dir,
             trust_remote_code=self.config.checkpoint.trust_remote_code,
         )
         self.source = make_source(self.config, self.tokenizer, RewardJudge.of_training(self.config))

@@ -106,7 +106,7 @@ class SlowWaitLogger:
         return f"{worker.name} (pid {pid} on {host}{self._state(pid) if _is_here(worker) else ''})"
 
     def _state(self, pid: int) -> str:
-        """ ": stopped", ": idle", or its CPU time."""
+        """Return ": stopped", ": idle", or its CPU time."""
         try:
             if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
                 return ": stopped"

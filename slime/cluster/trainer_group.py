@@ -575,7 +575,7 @@ class Trainers(RankGroup):
             ray.kill(actor, no_restart=True)
 
     def _ask_everyone(self, begin: Callable[[Any], ray.ObjectRef], what: str) -> list[Any]:
-        """`_ask`, including the critic's ranks."""
+        """Call `_ask` for all ranks, the critic's included."""
         return self.wait({worker: begin(actor) for worker, actor in self._everyone.items()}, what)
 
 

@@ -4,7 +4,8 @@ to do.
 The declarations of each flag (refusals, range, needs) are checked first, then the constraints
 between flags of the run. `checks_train` has the constraints between flags of the trainer.
 
-`check` applies to every configuration. `incomplete` adds the flags that only a whole run needs.
+`violations` applies to every configuration. `incomplete` adds the flags that only a whole run
+needs.
 """
 
 from __future__ import annotations
@@ -30,16 +31,6 @@ from slime.processes.host import num_gpus
 
 #: A refusal's reason that contains these words starts with the name of a missing feature.
 _MISSING = "in this version"
-
-
-def refuse_unsupported(given: UserFlags, specs: Mapping[str, FlagSpec]) -> None:
-    """Refuse values that ask for features that this version lacks.
-
-    Raises:
-        UserError: names the first missing feature and the flags that ask for it.
-    """
-    for _, error in unsupported(given, specs):
-        raise error
 
 
 def unsupported(
@@ -94,16 +85,6 @@ def _unsupported(reason: str, flags: list[str]) -> UserError:
             f"{feature}{_MISSING}", why=f"asked for by {named}", fix=rest.lstrip(";, ")
         )
     return UserError(f"{named} cannot be set", why=reason)
-
-
-def check(draft: Draft) -> None:
-    """Refuse contradictions.
-
-    Raises:
-        UserError: the first one found.
-    """
-    for error in violations(draft):
-        raise error
 
 
 def violations(draft: Draft) -> Iterator[UserError]:
@@ -280,7 +261,7 @@ def _host(draft: Draft) -> None:
         missing = set()  # Transformer Engine has all backends, and reports what the GPU cannot run
     if draft["attention_backend"] in missing:
         raise UserError(
-            f"--attention-backend {draft['attention_backend']} is not there {where}",
+            f"--attention-backend {draft['attention_backend']} is not available {where}",
             why="torch's variable-length flash attention is used"
             if on_gpu
             else "torch's own attention is used",

@@ -451,7 +451,7 @@ def _lora(draft: Draft) -> None:
 
 
 def _deterministic(draft: Draft) -> None:
-    """``--deterministic-mode``: refuse settings that are known to sum in varying order."""
+    """Refuse settings that sum in varying order, with ``--deterministic-mode``."""
     if not draft.values.get("deterministic_mode"):
         return
     algorithm = os.environ.get("NCCL_ALGO")

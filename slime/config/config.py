@@ -14,24 +14,7 @@ from typing import Any
 
 import xxhash
 
-from slime.config.flags import GROUPS, all_flags, own_flags
-from slime.config.groups_algorithm import AlgorithmConfig
-from slime.config.groups_critic import CriticConfig
-from slime.config.groups_distillation import DistillationConfig
-from slime.config.groups_images import ImagesConfig
-from slime.config.groups_lora import LoraConfig
-from slime.config.groups_megatron import MegatronConfig
-from slime.config.groups_preference import PreferenceConfig
-from slime.config.groups_quantised import QuantisedConfig
-from slime.config.groups_rollout import (
-    DataConfig,
-    EngineConfig,
-    EvalConfig,
-    RewardConfig,
-    RolloutConfig,
-)
-from slime.config.groups_run import ClusterConfig, DebugConfig, FaultToleranceConfig, ObserveConfig
-from slime.config.groups_train import CheckpointConfig, SyncConfig, TrainConfig
+from slime.config.flags import GROUPS, FlagGroups, all_flags, own_flags
 from slime.errors import UserError
 from slime.files import read_plain, write_atomically
 from slime.redact import redacted
@@ -174,7 +157,7 @@ def _mutable(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(FlagGroups):
     """All flags of a run, by group, after `slime.config.resolve`.
 
     Attributes:
@@ -193,26 +176,6 @@ class Config:
         'derived: rollout_batch_size × n_samples_per_prompt ÷ num_steps_per_rollout = 32 × 8 ÷ 2'
     """
 
-    cluster: ClusterConfig
-    data: DataConfig
-    images: ImagesConfig
-    rollout: RolloutConfig
-    reward: RewardConfig
-    eval: EvalConfig
-    algorithm: AlgorithmConfig
-    critic: CriticConfig
-    distillation: DistillationConfig
-    preference: PreferenceConfig
-    train: TrainConfig
-    megatron: MegatronConfig
-    lora: LoraConfig
-    checkpoint: CheckpointConfig
-    sync: SyncConfig
-    engine: EngineConfig
-    quantised: QuantisedConfig
-    fault_tolerance: FaultToleranceConfig
-    observe: ObserveConfig
-    debug: DebugConfig
     origins: dict[str, str]
     extra: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = field(default=(), compare=False)
@@ -244,7 +207,7 @@ class Config:
         return found
 
     def flat(self) -> FlatArgs:
-        """``args`` for hooks: a new mutable namespace of every flag, unset ones at their defaults.
+        """Return ``args`` for hooks: a new mutable namespace of all flags, unset ones at defaults.
 
         Tuples become lists. Megatron's, SGLang's and the router's flags have their command-line
         names: ``args.num_layers``, ``args.sglang_mem_fraction_static``, ``args.router_policy``.

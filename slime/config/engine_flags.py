@@ -240,7 +240,7 @@ def to_argv(settings: dict[str, Any]) -> list[str]:
     argv: list[str] = []
     for name, value in settings.items():
         option = "--" + name.replace("_", "-")
-        if value is True:
+        if value is True or value is None:  # a switch, or an option without its optional value
             argv.append(option)
         elif value is False:
             argv.append("--no-" + option[2:])
@@ -251,8 +251,6 @@ def to_argv(settings: dict[str, Any]) -> list[str]:
             ]
         elif isinstance(value, dict):
             argv += [option, json.dumps(value)]
-        elif value is None:
-            argv.append(option)
         elif str(value).startswith("-"):
             argv.append(f"{option}={value}")
         else:

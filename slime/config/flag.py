@@ -178,16 +178,19 @@ class Requirement:
             'with --loss-type sft_loss and without --eval-config'
         """
         present = [s.found(values) if values else s.asked for s in self.conditions if s.negated]
-        absent = [condition.asked for condition in self.conditions if not condition.negated]
         parts = ["with " + " and ".join(present)] if present else []
-        parts += ["without " + " or ".join(absent)] if absent else []
+        parts += [f"without {self._wanted}"] if self._wanted else []
         return " and ".join(parts)
 
     def fix(self, option: str) -> str:
-        absent = " or ".join(
-            condition.asked for condition in self.conditions if not condition.negated
-        )
-        return f"pass {absent} too, or leave {option} out" if absent else f"leave {option} out"
+        """Return what to do about an unmet requirement of the flag ``option``."""
+        passed = f"pass {self._wanted} too, or " if self._wanted else ""
+        return f"{passed}leave {option} out"
+
+    @property
+    def _wanted(self) -> str:
+        """The conditions that are not negated, as in "--use-tis or --get-mismatch-metrics"."""
+        return " or ".join(one.asked for one in self.conditions if not one.negated)
 
 
 def on(dest: str, *values: Any, why: str = "", warns: bool = False) -> Requirement:
@@ -334,15 +337,11 @@ class FlagSpec:
     @property
     def off(self) -> str:
         """Spelling that sets a boolean to False, or text to ""; "" if there is none."""
-        if self.kind != "bool":
-            return f"--{self.meta.off}" if self.meta.off.strip("-") else ""
         if self.meta.off:
-            return "--" + self.meta.off if self.meta.off != "-" else ""
-        return (
-            ""
-            if self.dest.startswith(("no_", "disable_"))
-            else "--no-" + self.dest.replace("_", "-")
-        )
+            return f"--{self.meta.off}" if self.meta.off != "-" else ""
+        if self.kind != "bool" or self.dest.startswith(("no_", "disable_")):
+            return ""
+        return option_of(f"no_{self.dest}")
 
 
 def specs_of(group: str, cls: Any) -> list[FlagSpec]:

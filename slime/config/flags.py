@@ -9,52 +9,65 @@ from __future__ import annotations
 
 import difflib
 import functools
+import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from slime.config import (
-    groups_algorithm,
-    groups_critic,
-    groups_distillation,
-    groups_images,
-    groups_lora,
-    groups_megatron,
-    groups_preference,
-    groups_quantised,
-    groups_rollout,
-    groups_run,
-    groups_train,
-)
 from slime.config.data import read_table, record_of
 from slime.config.engine_flags import router_flags, sglang_flags, sglang_that_has
 from slime.config.flag import FlagSpec, RefusedFlag, refused_spec, specs_of
+from slime.config.groups_algorithm import AlgorithmConfig
+from slime.config.groups_critic import CriticConfig
+from slime.config.groups_distillation import DistillationConfig
+from slime.config.groups_images import ImagesConfig
+from slime.config.groups_lora import LoraConfig
+from slime.config.groups_megatron import MegatronConfig
+from slime.config.groups_preference import PreferenceConfig
+from slime.config.groups_quantised import QuantisedConfig
+from slime.config.groups_rollout import (
+    DataConfig,
+    EngineConfig,
+    EvalConfig,
+    RewardConfig,
+    RolloutConfig,
+)
+from slime.config.groups_run import ClusterConfig, DebugConfig, FaultToleranceConfig, ObserveConfig
+from slime.config.groups_train import CheckpointConfig, SyncConfig, TrainConfig
 from slime.config.megatron_flags import SHORTHANDS, lm_flags, native_flags
 from slime.config.other_systems import other_name
 from slime.errors import UserError
 
-GROUPS: dict[str, type] = {
-    "cluster": groups_run.ClusterConfig,
-    "data": groups_rollout.DataConfig,
-    "images": groups_images.ImagesConfig,
-    "rollout": groups_rollout.RolloutConfig,
-    "reward": groups_rollout.RewardConfig,
-    "eval": groups_rollout.EvalConfig,
-    "algorithm": groups_algorithm.AlgorithmConfig,
-    "critic": groups_critic.CriticConfig,
-    "distillation": groups_distillation.DistillationConfig,
-    "preference": groups_preference.PreferenceConfig,
-    "train": groups_train.TrainConfig,
-    "megatron": groups_megatron.MegatronConfig,
-    "lora": groups_lora.LoraConfig,
-    "checkpoint": groups_train.CheckpointConfig,
-    "sync": groups_train.SyncConfig,
-    "engine": groups_rollout.EngineConfig,
-    "quantised": groups_quantised.QuantisedConfig,
-    "fault_tolerance": groups_run.FaultToleranceConfig,
-    "observe": groups_run.ObserveConfig,
-    "debug": groups_run.DebugConfig,
-}
+
+@dataclass(frozen=True)
+class FlagGroups:
+    """The groups of flags, in the order of ``--help all``; `slime.config.config.Config` adds where
+    their values came from."""
+
+    cluster: ClusterConfig
+    data: DataConfig
+    images: ImagesConfig
+    rollout: RolloutConfig
+    reward: RewardConfig
+    eval: EvalConfig
+    algorithm: AlgorithmConfig
+    critic: CriticConfig
+    distillation: DistillationConfig
+    preference: PreferenceConfig
+    train: TrainConfig
+    megatron: MegatronConfig
+    lora: LoraConfig
+    checkpoint: CheckpointConfig
+    sync: SyncConfig
+    engine: EngineConfig
+    quantised: QuantisedConfig
+    fault_tolerance: FaultToleranceConfig
+    observe: ObserveConfig
+    debug: DebugConfig
+
+
+#: Name of each group → its class.
+GROUPS: dict[str, type] = typing.get_type_hints(FlagGroups)
 
 
 @functools.lru_cache(maxsize=1)

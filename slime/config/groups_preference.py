@@ -5,15 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from slime.config.flag import (
-    WEIGHT,
-    Interval,
-    Part,
-    derived,
-    finite,
-    flag,
-    on,
-)
+from slime.config.flag import WEIGHT, Interval, Part, derived, finite, flag, on
 from slime.config.preferences import preferences_where
 
 _PREFERENCES = on("loss_type", "preference_loss")

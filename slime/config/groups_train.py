@@ -263,6 +263,12 @@ class CheckpointConfig:
     reset_optimizer_states: bool = flag(False, read_by="training")
     """Reset Adam's moments at each rollout."""
 
+    @property
+    def model_dir(self) -> str:
+        """--hf-checkpoint, which the checks of a whole run require."""
+        assert self.hf_checkpoint is not None
+        return self.hf_checkpoint
+
 
 _TRAINS = unless("debug_rollout_only", why="nothing is trained", warns=True)
 

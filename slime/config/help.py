@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import difflib
 import shutil
-import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import TextIO
 
 from slime.config.data import read_text
 from slime.config.engine_flags import (
@@ -75,7 +73,7 @@ _PASSED_ON = {
 }
 
 
-def print_help(entry: str, words: Sequence[str] = (), stream: TextIO | None = None) -> None:
+def print_help(entry: str, words: Sequence[str] = ()) -> None:
     """Print the flags of `slime.config.parse_args`: `BASICS`, or those of a topic.
 
     Args:
@@ -84,27 +82,22 @@ def print_help(entry: str, words: Sequence[str] = (), stream: TextIO | None = No
     Raises:
         UserError: the topic does not exist.
     """
-    out = stream or sys.stdout
     width = min(120, max(60, shutil.get_terminal_size((100, 24)).columns))
     topic = _topic(words)
-    print(
-        f"usage: slime {entry.replace('_', '-')} [--flag VALUE ...]      (or python {entry}.py "
-        "…)\n",
-        file=out,
-    )
+    command = f"slime {entry.replace('_', '-')}"
+    print(f"usage: {command} [--flag VALUE ...]      (or python {entry}.py …)\n")
     if topic is None:
-        _print_basics(entry, width, out)
+        _print_basics(entry, command, width)
         return
     if topic == "all":
         print(
             f"{_INTRO[entry]}\n\nFlags have no abbreviations. --config FILE.yaml sets the same "
             "names; flags win.\n"
             "A switch that a YAML file turned on is turned off by --no-<name>. All flags: "
-            f"{doc_url('flags.md')}\n",
-            file=out,
+            f"{doc_url('flags.md')}\n"
         )
     for name in _topics() if topic == "all" else [topic]:
-        _print_topic(name, width, out)
+        _print_topic(name, width)
 
 
 def _topic(words: Sequence[str]) -> str | None:
@@ -131,45 +124,44 @@ def _topics() -> list[str]:
     return [*GROUPS, *(name for name in _PASSED_ON if name not in GROUPS)]
 
 
-def _print_basics(entry: str, width: int, out: TextIO) -> None:
-    print(f"{_INTRO[entry]}\n\nWhat a run is made of:\n", file=out)
+def _print_basics(entry: str, command: str, width: int) -> None:
+    print(f"{_INTRO[entry]}\n\nWhat a run is made of:\n")
     for dest, (placeholder, text) in BASICS.items():
         if dest == "colocate" and entry != "train":
             continue  # train_async refuses it
-        print(f"  {f'{option_of(dest)} {placeholder}':<32}  {text}", file=out)
-    example = EXAMPLE.replace("slime train", f"slime {entry.replace('_', '-')}")
+        print(f"  {f'{option_of(dest)} {placeholder}':<32}  {text}")
+    example = EXAMPLE.replace("slime train", command)
     example = example if entry == "train" else example.replace(" --colocate", "")
     topics = textwrap.fill(
         ", ".join(_topics()), width, initial_indent="    ", subsequent_indent="    "
     )
     print(
         f"\nFor example:\n\n{textwrap.indent(example, '  ')}\n\n"
-        f"  slime {entry.replace('_', '-')} --help all      every flag, by topic\n"
-        f"  slime {entry.replace('_', '-')} --help TOPIC    those of one:\n{topics}\n"
-        "  slime flags WORD           those with a word in their name",
-        file=out,
+        f"  {command} --help all      every flag, by topic\n"
+        f"  {command} --help TOPIC    those of one:\n{topics}\n"
+        "  slime flags WORD           those with a word in their name"
     )
 
 
-def _print_topic(name: str, width: int, out: TextIO) -> None:
+def _print_topic(name: str, width: int) -> None:
     """Print the flags of a group, and the flags of another program in the same topic."""
     flags = [spec for spec in all_flags().values() if not spec.meta.refused]
     if name in GROUPS:
         introduction = with_doc_urls((GROUPS[name].__doc__ or "").splitlines()[0])
-        print(f"{name}: {introduction}", file=out)
+        print(f"{name}: {introduction}")
         for spec in flags:
             if spec.group == name and not spec.sections:
-                print(_entry(spec, with_doc_urls(spec.help), width), file=out)
-        print(file=out)
+                print(_entry(spec, with_doc_urls(spec.help), width))
+        print()
     if name in _PASSED_ON:
-        print(f"{name}: {_PASSED_ON[name]()}", file=out)
+        print(f"{name}: {_PASSED_ON[name]()}")
     if name == "megatron":
         for spec in flags:
             if spec.group == "megatron" and spec.sections:
-                print(_entry(spec, _first_sentence(spec.help), width), file=out)
-        print(file=out)
+                print(_entry(spec, _first_sentence(spec.help), width))
+        print()
     elif name in _PASSED_ON:
-        print(_names([spec for spec in flags if name in spec.sections], width) + "\n", file=out)
+        print(_names([spec for spec in flags if name in spec.sections], width) + "\n")
 
 
 def default_text(spec: FlagSpec) -> str:
@@ -333,7 +325,7 @@ def _row(spec: FlagSpec) -> str:
 
 
 def _off_of(spec: FlagSpec) -> tuple[str, ...]:
-    """The off spelling, unless it is ``--no-<name>`` of a switch that is off by default."""
+    """Return the off spelling; () for ``--no-<name>`` of a switch that is off by default."""
     return (
         (spec.off,)
         if spec.off and (spec.default is not False or not spec.off.startswith("--no-"))

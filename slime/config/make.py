@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from slime.config.checks import check, incomplete, refuse_unsupported, unsupported, violations
+from slime.config.checks import incomplete, unsupported, violations
 from slime.config.config import Config, build
 from slime.config.draft import Draft, UserFlags
 from slime.config.flag import option_of
@@ -19,6 +19,7 @@ from slime.config.parse import (
     read_config_file,
     read_custom_config,
     read_role_file,
+    report,
 )
 from slime.config.parts import left_out
 from slime.config.resolve import resolve
@@ -42,7 +43,13 @@ def make_config(*, entry: str = "train", **flags: Any) -> Config:
         >>> make_config(colocate=True, actor_num_gpus_per_node=4).cluster.rollout_num_gpus
         4
     """
-    return _finish(_resolved(given_by_name(flags), entry))
+    given = _with_files(given_by_name(flags), None)
+    for _, error in unsupported(given, all_flags()):
+        raise error
+    draft = resolve(given, all_flags(), entry)
+    for error in violations(draft):
+        raise error
+    return _finish(draft)
 
 
 def config_of(args: Any, names: Iterable[str], **flags: Any) -> Config:
@@ -176,18 +183,6 @@ def _judged(given: UserFlags, entry: str) -> tuple[Draft | None, list[UserError]
     return draft, list(violations(draft))
 
 
-def _resolved(flags: UserFlags, entry: str, is_run: bool = False) -> Draft:
-    draft = _draft(flags, entry, is_run)
-    check(draft)
-    return draft
-
-
-def _draft(flags: UserFlags, entry: str, is_run: bool) -> Draft:
-    given = _with_files(flags, None)
-    refuse_unsupported(given, all_flags())
-    return resolve(given, all_flags(), entry, is_run)
-
-
 def _with_files(flags: UserFlags, errors: list[UserError] | None) -> UserFlags:
     """Add the flags of the configuration files that the flags name.
 
@@ -220,9 +215,7 @@ def _add_file(
                 )
         given.update(found)
     except UserError as error:
-        if errors is None:
-            raise
-        errors.append(error)
+        report(error, errors)
 
 
 def _finish(draft: Draft) -> Config:

@@ -135,7 +135,7 @@ def _lm_flag(dest: str, kind: Kind, help: str = "", **more: Any) -> FlagSpec:
 
 
 def lm_flags() -> dict[str, FlagSpec]:
-    """Megatron-LM's arguments that are neither a field nor a shorthand, by dest."""
+    """Return Megatron-LM's arguments that are neither a field nor a shorthand, by dest."""
     specs = [_lm_flag(row["name"], row["kind"], row["help"]) for row in _TABLE["model"]]
     for dest, row in _TABLE["always"].items():
         kind: Kind = "str" if row["choices"] else "bool"
@@ -147,7 +147,7 @@ def lm_flags() -> dict[str, FlagSpec]:
 
 
 def native_flags(own: Container[str]) -> dict[str, FlagSpec]:
-    """Megatron's fields as flags by dest, without those that a group of slime already has.
+    """Return Megatron's fields as flags by dest, except those that a group of slime has.
 
     If several classes have a field (``fp8_recipe``), one flag sets it in all of them.
     """

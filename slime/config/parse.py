@@ -58,14 +58,12 @@ def read_argv(argv: list[str], errors: list[UserError] | None = None) -> UserFla
         own = [word for word in words if not _HYDRA.fullmatch(word)]
         for word in words:
             if word not in own:
-                _report(_stray(word), errors)
+                report(_stray(word), errors)
         try:
             if own or not words:
                 _read_flag(given, argv[position], own, collected)
         except UserError as error:
-            if errors is None:
-                raise
-            errors.append(error)
+            report(error, errors)
         position = end
     return given
 
@@ -287,7 +285,7 @@ def read_config_file(path: str, errors: list[UserError] | None = None) -> UserFl
         if settings and all(map(_HYDRA.fullmatch, settings)):
             for setting in settings:
                 error = _stray(setting)
-                _report(UserError(f"{path}: {error.what}", why=error.why, fix=error.fix), errors)
+                report(UserError(f"{path}: {error.what}", why=error.why, fix=error.fix), errors)
             continue
         if isinstance(value, dict) and key.replace("_", "-") not in spellings():
             example = f": {next(iter(value))}: …" if value else ""
@@ -296,17 +294,18 @@ def read_config_file(path: str, errors: list[UserError] | None = None) -> UserFl
                 why="the file is flat: names of flags and their values, without groups",
                 fix=f"move the keys below '{key}:' to the left edge{example}",
             )
-            _report(refused, errors)
+            report(refused, errors)
             continue
         try:
             _set_key(given, key, value, f"yaml {path}", f"{path}: ", written[key])
         except UserError as error:
-            _report(error, errors)
+            report(error, errors)
     _refuse_files(given, path, "config")
     return given
 
 
-def _report(error: UserError, errors: list[UserError] | None) -> None:
+def report(error: UserError, errors: list[UserError] | None) -> None:
+    """Append an error to ``errors``; raise it if that is None."""
     if errors is None:
         raise error
     errors.append(error)
@@ -328,11 +327,11 @@ def read_custom_config(path: str, errors: list[UserError] | None = None) -> User
             try:
                 _set_key(given, key, value, f"yaml {path}", f"{path}: ", written[key])
             except UserError as error:
-                _report(error, errors)
+                report(error, errors)
             continue
         near = nearest(dashed, spellings(), count=1)
         if near and abs(len(near[0]) - len(dashed)) <= 1 and _differ_by_little(dashed, near[0]):
-            _report(
+            report(
                 UserError(
                     f"{path}: {key} looks like a misspelt flag", fix=f"did you mean {near[0]}?"
                 ),
@@ -401,7 +400,7 @@ def read_role_file(path: str, errors: list[UserError] | None = None) -> UserFlag
             elif key in ("overrides", "args"):
                 _read_role(given, path, role, value or {}, texts[key], errors)
             elif key not in ("name", "role"):
-                _report(UserError(f"{path}: '{key}' of the {role} is unknown"), errors)
+                report(UserError(f"{path}: '{key}' of the {role} is unknown"), errors)
     _refuse_files(given, path, *_FILES)
     return given
 
@@ -416,9 +415,7 @@ def _read_role(
 ) -> None:
     if not isinstance(overrides, dict):
         fix = "write `overrides: {lr: 1.0e-6}`"
-        _report(
-            UserError(f"{path}: overrides of the {role} are {overrides!r:.80}", fix=fix), errors
-        )
+        report(UserError(f"{path}: overrides of the {role} are {overrides!r:.80}", fix=fix), errors)
         return
     for key, value in overrides.items():
         dest = str(key).replace("-", "_")
@@ -435,7 +432,7 @@ def _read_role(
             dest = _CRITIC_FLAGS[dest] if role == "critic" else dest
             _set_key(given, dest, value, f"yaml {path}", f"{path}: ", written[key])
         except UserError as error:
-            _report(error, errors)
+            report(error, errors)
 
 
 def _refuse_files(given: UserFlags, path: str, *dests: str) -> None:
@@ -461,7 +458,7 @@ def _differ_by_little(one: str, other: str) -> bool:
     )
 
 
-#: Says that a value has no other text than itself.
+#: Default of `_set_key`: the value does not come from a file, so there is no text beside it.
 _SAME = object()
 
 

@@ -35,7 +35,7 @@ MASKED_TOP_K = 512
 def resolve(
     given: UserFlags, specs: Mapping[str, FlagSpec], entry: str = "train", is_run: bool = False
 ) -> Draft:
-    """Derive the values that are not given. `slime.config.checks.check` checks the result.
+    """Derive the values that are not given. `slime.config.checks` checks the result.
 
     Args:
         is_run: see `Draft`.
@@ -206,7 +206,7 @@ def _debug_dumps(draft: Draft) -> None:
         loading,
         "load_debug_rollout_data is set" if loading else "not loading dumps",
     )
-    _name_rollouts(draft, "save_debug_rollout_data")
+    _name_rollouts(draft)
     folder = draft["dump_details"]
     if folder is not None:
         folder = path_patterns.literal(folder.rstrip("/"))
@@ -218,8 +218,10 @@ def _debug_dumps(draft: Draft) -> None:
         )
 
 
-def _name_rollouts(draft: Draft, dest: str) -> None:
-    """Add {rollout_id} to a path without it, so that each rollout gets its own file."""
+def _name_rollouts(draft: Draft) -> None:
+    """Add {rollout_id} to --save-debug-rollout-data without it, so that each rollout gets its own
+    file."""
+    dest = "save_debug_rollout_data"
     given = draft[dest]
     if given is not None and draft["num_rollout"] != 1 and not path_patterns.has_fields(given):
         draft.values[dest] = path_patterns.with_rollout(given)
@@ -255,12 +257,9 @@ def _lengths(draft: Draft) -> None:
         draft.derive("rollout_max_context_len", draft["seq_length"], "seq_length")
     context = draft["rollout_max_context_len"]
     if context is not None:
-        draft.derive(
-            "rollout_max_prompt_len", context - 1, f"rollout_max_context_len − 1 = {context} − 1"
-        )
-        draft.derive(
-            "rollout_max_response_len", context - 1, f"rollout_max_context_len − 1 = {context} − 1"
-        )
+        formula = f"rollout_max_context_len − 1 = {context} − 1"
+        draft.derive("rollout_max_prompt_len", context - 1, formula)
+        draft.derive("rollout_max_response_len", context - 1, formula)
     draft.derive("rollout_max_response_len", 1024, "1024, as no length is given")
 
 

@@ -42,8 +42,8 @@ class Read:
         return self.block.start + self.count
 
     def of(self, storage: torch.Tensor) -> torch.Tensor:
-        """storage [slots, kv_heads, size, head_dim] → contiguous [rows * kv_heads, count,
-        head_dim]."""
+        """Return this part of ``storage`` [slots, kv_heads, size, head_dim], contiguous
+        [rows * kv_heads, count, head_dim]."""
         return storage[: self.rows, :, : self.count].flatten(0, 1).contiguous()
 
 
@@ -194,8 +194,8 @@ def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torc
 
 
 def exact_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """q kᵀ in float32: q [batch, queries, d], k [batch, keys, d], both contiguous → [batch,
-    queries, keys].
+    """Return q kᵀ in float32, [batch, queries, keys], of contiguous q [batch, queries, d] and
+    k [batch, keys, d].
 
     A product of bfloat16 matrices is summed in float32 and rounded to bfloat16, which is too coarse
     for scores. So it is computed twice, once rounded and once as the exact sum minus the rounded
@@ -364,8 +364,8 @@ def _sdpa(
     mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """q [count, heads, d], k and v [kv_heads, keys, d]; causal without a mask → [count, heads,
-    d]."""
+    """Attend, causally without a mask: q [count, heads, d], k and v [kv_heads, keys, d] →
+    [count, heads, d]."""
     count, heads, head_dim = q.shape
     if sinks is not None:
         step = max(1, _SCORES_AT_ONCE // (heads * k.shape[1]))

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from slime.embedded.architecture import ExpertLayers
-from slime.embedded.low_rank import FIXED_ROWS, AdaptedRows, padded
+from slime.embedded.low_rank import AdaptedRows, in_fixed_blocks
 from slime.models.activations import gated
 
 
@@ -25,8 +25,8 @@ class Linear:
     Args:
         weight: [out_features, in_features]; may be the transpose of a contiguous matrix.
         bias: [out_features] or None.
-        fixed_rows: multiply in padded blocks of exactly `FIXED_ROWS` rows, so a row's result does
-            not depend on other rows.
+        fixed_rows: multiply in blocks of a fixed number of rows (`in_fixed_blocks`), so that a
+            row's result does not depend on other rows.
 
     Attributes:
         packs: whether it multiplies by oneDNN's copy.
@@ -60,12 +60,16 @@ class Linear:
         adapted: AdaptedRows | None = None,
     ) -> torch.Tensor:
         """Return ``y``, or ``residual + y``, with the products of the rows' adapters."""
-        y = self._in_fixed_blocks(x, residual) if self.fixed_rows else self._multiply(x, residual)
+        if self.fixed_rows:
+            y = in_fixed_blocks(x, self._multiply)
+            y = y if residual is None else residual + y
+        else:
+            y = self._multiply(x, residual)
         if adapted is not None:
             adapted.add(y, x, self, self.fixed_rows)
         return y
 
-    def _multiply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    def _multiply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         if not self.packs:
             y = F.linear(x, self.weight, self.bias)
             return y if residual is None else residual + y
@@ -76,12 +80,6 @@ class Linear:
         return torch.ops.mkldnn._linear_pointwise.binary(
             x, residual, self._packed, self.bias, "add"
         )
-
-    def _in_fixed_blocks(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        rows = x.shape[0]
-        blocks = [self._multiply(block, None) for block in padded(x).split(FIXED_ROWS)]
-        y = (blocks[0] if len(blocks) == 1 else torch.cat(blocks))[:rows]
-        return y if residual is None else residual + y
 
 
 class TokenEmbedding:
@@ -96,7 +94,7 @@ class TokenEmbedding:
         return self.weight.shape[1]
 
     def __call__(self, token_ids: torch.Tensor, adapted: AdaptedRows | None = None) -> torch.Tensor:
-        """int64 [tokens] → [tokens, hidden], with the products of the tokens' adapters."""
+        """Look up int64 [tokens] → [tokens, hidden], and add the adapters' products."""
         y = F.embedding(token_ids, self.weight)
         if adapted is not None:
             adapted.add_looked_up(y, token_ids, self, self.fixed_rows)
@@ -178,7 +176,7 @@ class ExpertMLP:
         chosen: list[torch.Tensor] | None = None,
         given: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [tokens, hidden] → ``y``, or ``residual + y``; the choices [tokens, k] are appended to
+        """Return ``y`` [tokens, hidden], or ``residual + y``; append the choices [tokens, k] to
         ``chosen``.
 
         Args:

@@ -3,8 +3,9 @@ none."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ class LowRank:
     def add_to(self, y: torch.Tensor, x: torch.Tensor, fixed_rows: bool) -> None:
         """Add the products of x [rows, in_features] to y [rows, out_features]."""
         if fixed_rows:
-            y.add_(self._in_fixed_blocks(x), alpha=self.scale)
+            y.add_(in_fixed_blocks(x, self._product), alpha=self.scale)
         else:
             y.addmm_(F.linear(x, self.down), self.up.t(), alpha=self.scale)
 
@@ -40,26 +41,17 @@ class LowRank:
     ) -> None:
         """Add the products of the rows ``rows`` (int64) of x to the same rows of y."""
         chosen = x.index_select(0, rows)
-        delta = (
-            self._in_fixed_blocks(chosen)
-            if fixed_rows
-            else F.linear(F.linear(chosen, self.down), self.up)
-        )
+        delta = in_fixed_blocks(chosen, self._product) if fixed_rows else self._product(chosen)
         y.index_add_(0, rows, delta, alpha=self.scale)
 
     def looked_up(self, token_ids: torch.Tensor, fixed_rows: bool) -> torch.Tensor:
         """Return the embedding's B A for tokens int64 [rows]: [rows, out_features]."""
         chosen = self.down.index_select(1, token_ids).t()
-        if not fixed_rows:
-            return F.linear(chosen, self.up)
-        blocks = [F.linear(block, self.up) for block in padded(chosen).split(FIXED_ROWS)]
-        return torch.cat(blocks)[: token_ids.shape[0]]
+        multiply = partial(F.linear, weight=self.up)
+        return in_fixed_blocks(chosen, multiply) if fixed_rows else multiply(chosen)
 
-    def _in_fixed_blocks(self, x: torch.Tensor) -> torch.Tensor:
-        blocks = [
-            F.linear(F.linear(block, self.down), self.up) for block in padded(x).split(FIXED_ROWS)
-        ]
-        return (blocks[0] if len(blocks) == 1 else torch.cat(blocks))[: x.shape[0]]
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.linear(x, self.down), self.up)
 
 
 #: The products of one adapter, by `Linear`.
@@ -149,7 +141,11 @@ class AdaptedRows:
         return AdaptedRows(groups, owners) if groups else None
 
 
-def padded(x: torch.Tensor) -> torch.Tensor:
-    """Pad the rows with zeros up to a multiple of `FIXED_ROWS`."""
+def in_fixed_blocks(
+    x: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Multiply x [rows, in] in blocks of `FIXED_ROWS` rows, the last one padded with zeros."""
     missing = -x.shape[0] % FIXED_ROWS
-    return F.pad(x, (0, 0, 0, missing)) if missing else x
+    padded = F.pad(x, (0, 0, 0, missing)) if missing else x
+    blocks = [multiply(block) for block in padded.split(FIXED_ROWS)]
+    return (blocks[0] if len(blocks) == 1 else torch.cat(blocks))[: x.shape[0]]

@@ -49,22 +49,12 @@ _SAMPLING = _RENAMED | {
 }
 _HOTTEST = 2  # OpenAI's highest temperature
 _SHARED = (
-    "model",
-    "stream",
-    "stream_options",
-    "logprobs",
-    "response_format",
-    "rid",
-    "lora_path",
-)
+    "model", "stream", "stream_options", "logprobs", "response_format", "rid", "lora_path",
+)  # fmt: skip
 _CHAT = (
-    "messages",
-    "top_logprobs",
-    "tools",
-    "tool_choice",
-    "chat_template_kwargs",
+    "messages", "top_logprobs", "tools", "tool_choice", "chat_template_kwargs",
     "continue_final_message",
-)
+)  # fmt: skip
 _COMPLETION = ("prompt", "echo", "best_of")
 #: Accepted but without effect here.
 _WITHOUT_EFFECT = (

@@ -249,11 +249,9 @@ def _chat_logprobs(job: Job, tokenizer: Any, tokens: slice) -> dict[str, Any]:
 def _text_choice(index: int, asked: OpenAIRequest, state: ServerState) -> dict[str, Any]:
     job = asked.generate.jobs[index]
     tokenizer = state.tokenizer
-    text = (
-        _prompt_text(job, tokenizer) + final_text(job, tokenizer)
-        if asked.echo
-        else final_text(job, tokenizer)
-    )
+    text = final_text(job, tokenizer)
+    if asked.echo:
+        text = _prompt_text(job, tokenizer) + text
     logprobs = _text_logprobs(job, tokenizer, slice(None), asked.echo) if asked.logprobs else None
     return {"index": index, "text": text, "logprobs": logprobs} | _ending(job)
 

@@ -229,7 +229,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except (Unavailable, EngineDead) as error:
         return _refusal(request, str(error), 503, "unavailable")
     except TimeoutError:
-        return _refusal(request, "the engine did not take the order up in time", 503, "unavailable")
+        return _refusal(request, "the engine thread did not answer in time", 503, "unavailable")
     except web.HTTPException as error:
         return _refusal(
             request, f"{request.method} {request.path}: {error.reason}", error.status, "not_found"

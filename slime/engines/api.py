@@ -219,7 +219,7 @@ class EngineClient:
     async def post(
         self, path: str, body: dict[str, Any] | None = None, timeout: float | None = None
     ) -> dict[str, Any]:
-        """Like `request`; a body with ``success: false`` raises EngineError too."""
+        """Call `request` with POST; a body with ``success: false`` raises EngineError too."""
         answer = await self.request("POST", path, body if body is not None else {}, timeout=timeout)
         if answer.get("success") is False:
             raise EngineError(self.url, f"{path} refused: {answer.get('message') or answer}")

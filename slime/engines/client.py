@@ -321,7 +321,7 @@ class RolloutClient:
         routing_key: str = "",
         **extra: Any,
     ) -> GenerateResult:
-        """Token-in, token-out generation; returns an empty "abort" result during an abort.
+        """Generate tokens from tokens; return an empty "abort" result during an abort.
 
         Args:
             rid: names the request on the engine; retries get ``-r1``, ``-r2``, … appended, because
@@ -369,7 +369,7 @@ class RolloutClient:
         retry: bool = True,
         past_router: bool = False,
     ) -> dict[str, Any] | None:
-        """POST with retries, counted as in flight; None if it was not sent because of an abort.
+        """Send a POST with retries, counted as in flight; None if an abort kept it from being sent.
 
         Args:
             url: the server, instead of the router. An abort only affects the router and the engines

@@ -125,7 +125,7 @@ def tokens(vocab_size: int) -> FieldKind:
 
 
 def biases(vocab_size: int) -> FieldKind:
-    """{"token id": number to add to its logit}, read as pairs."""
+    """Accept {"token id": number to add to its logit}, read as pairs."""
     one = token(vocab_size)
     finite = number(lambda _: True, "")
 

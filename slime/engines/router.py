@@ -31,13 +31,8 @@ if TYPE_CHECKING:
 #: on one engine, also for requests that come as token ids. ``consistent_hashing`` is the reference
 #: system's name for session affinity, which this router calls ``manual``.
 POLICIES = {
-    "cache_aware": "cache_aware",
-    "round_robin": "round_robin",
-    "random": "random",
-    "power_of_two": "power_of_two",
-    "manual": "manual",
-    "consistent_hashing": "manual",
-}
+    name: name for name in ("cache_aware", "round_robin", "random", "power_of_two", "manual")
+} | {"consistent_hashing": "manual"}
 
 #: Answers 200 as long as the router itself is healthy, whatever the state of its workers.
 LIVENESS_PATH = "/liveness"

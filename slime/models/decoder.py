@@ -132,46 +132,27 @@ _ACTIVATIONS = {
 #: that change nothing. transformers' classes of the families here ignore these fields, but other
 #: code that reads config.json may not.
 _OTHER_ARCHITECTURES: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
+    name: neutral
+    for names, neutral in (
         (
-            *("alibi", "use_alibi", "parallel_attn", "parallel_residual", "use_parallel_residual"),
-            *("attn_temperature_tuning", "attn_output_gate", "rope_interleaved", "add_unit_offset"),
-            *("apply_residual_connection_post_layernorm", "attention_sink"),
+            "alibi use_alibi parallel_attn parallel_residual use_parallel_residual "
+            "attn_temperature_tuning attn_output_gate rope_interleaved add_unit_offset "
+            "apply_residual_connection_post_layernorm attention_sink",
+            (False,),
         ),
-        (False,),
-    ),
-    **dict.fromkeys(
         (
-            *(
-                "attn_logit_softcapping",
-                "final_logit_softcapping",
-                "logits_soft_cap",
-                "logit_softcap",
-                "clip_qkv",
-            ),
-            *(
-                "attention_chunk_size",
-                "no_rope_layers",
-                "no_rope_layer_interval",
-                "query_pre_attn_scalar",
-            ),
-            *("attention_multiplier", "attn_scale", "dim_model_base", "swiglu_limit"),
+            "attn_logit_softcapping final_logit_softcapping logits_soft_cap logit_softcap clip_qkv "
+            "attention_chunk_size no_rope_layers no_rope_layer_interval query_pre_attn_scalar "
+            "attention_multiplier attn_scale dim_model_base swiglu_limit",
+            (0, 0.0, []),
         ),
-        (0, 0.0, []),
-    ),
-    **dict.fromkeys(
         (
-            *(
-                "embedding_multiplier",
-                "residual_multiplier",
-                "logits_scaling",
-                "logit_scale",
-                "lm_head_multiplier",
-            ),
-            *("scale_emb", "embedding_scale", "rotary_pct"),
+            "embedding_multiplier residual_multiplier logits_scaling logit_scale "
+            "lm_head_multiplier scale_emb embedding_scale rotary_pct",
+            (1, 1.0),
         ),
-        (1, 1.0),
-    ),
+    )
+    for name in names.split()
 }
 
 

@@ -205,7 +205,7 @@ def _stage_rule(spec: ModelSpec, config: Config) -> tuple[int, int, str, str]:
             what = "layers outside the first or last stage"
     for part in ("embedding", "loss"):
         if given.get(f"account_for_{part}_in_pipeline_split"):
-            layers = layers + 1
+            layers += 1
             what = f"{what} and the {part}"
     if ranks == 0 and layers:  # both stages have their own number of layers
         raise UserError(
@@ -220,7 +220,7 @@ def _stage_rule(spec: ModelSpec, config: Config) -> tuple[int, int, str, str]:
 
 
 def _dense_width(spec: ModelSpec) -> int:
-    """Intermediate features of dense MLPs; 0 if all layers have experts."""
+    """Return the intermediate features of dense MLPs; 0 if all layers have experts."""
     layers = spec.transformer.get("moe_layer_freq", 1)
     all_experts = bool(spec.num_experts) and (
         layers == 1 or (isinstance(layers, list) and all(layers))

@@ -129,7 +129,7 @@ _OUTPUT = Rule(
 
 
 def _attention_flops(spec: ModelSpec) -> float:
-    """Causal attention: half of 4 · heads · (mean of the widths of keys and values)."""
+    """Return the FLOPs of causal attention: half of 4 · heads · (mean width of keys and values)."""
     return 2.0 * spec.num_heads * (spec.head_dim + spec.value_dim) / 2
 
 
@@ -526,7 +526,7 @@ def _latent_saved(
 
 
 def _latent_kept(spec: ModelSpec, ranks: int, latents: bool) -> int:
-    """One latent and one rotated key for all heads, or the keys and values of every head."""
+    """Count one latent and one rotated key for all heads, or keys and values of each head."""
     if latents:
         return _key_rank(spec) + spec.rotary_dim
     return spec.num_heads * (spec.head_dim + spec.value_dim)

@@ -198,7 +198,7 @@ def _outside_transformer(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _pattern(freq: Any, described: Mapping[str, Any]) -> list[int]:
-    """``moe_layer_freq`` per layer; an integer n means every n-th layer from the first on."""
+    """Return ``moe_layer_freq`` per layer; an integer n is every n-th layer from the first."""
     return (
         list(freq)
         if not isinstance(freq, int)
@@ -207,7 +207,7 @@ def _pattern(freq: Any, described: Mapping[str, Any]) -> list[int]:
 
 
 def _windows(freq: Any, described: Mapping[str, Any]) -> list[int]:
-    """``window_attn_skip_freq`` per layer; an integer n means that every n-th layer has no
+    """Return ``window_attn_skip_freq`` per layer; with an integer n, each n-th layer has no
     window."""
     if not isinstance(freq, int):
         return list(freq)

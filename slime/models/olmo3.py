@@ -5,13 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.models.decoder import (
-    FULL,
-    every_nth_full,
-    layer_kinds,
-    rotary_by_kind,
-    windows,
-)
+from slime.models.decoder import FULL, every_nth_full, layer_kinds, rotary_by_kind, windows
 from slime.models.olmo2 import OLMO2, olmo_spec
 from slime.models.spec import ModelSpec
 from slime.models.table import ModelFamily

@@ -17,12 +17,7 @@ from slime.models.decoder import (
 from slime.models.layouts import REPLICATED
 from slime.models.rules import HF_MLP, MLP, Rule, renamed
 from slime.models.spec import ModelSpec, require
-from slime.models.table import (
-    DENSE_RULES,
-    MOE_RULES,
-    ModelFamily,
-    is_moe_layer,
-)
+from slime.models.table import DENSE_RULES, MOE_RULES, ModelFamily, is_moe_layer
 
 #: Defaults of transformers' Qwen2MoeConfig for fields that config.json lacks.
 _DEFAULTS = {

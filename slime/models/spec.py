@@ -154,7 +154,7 @@ class ModelSpec:
         return dataclasses.replace(self, padded_vocab_size=-(-self.vocab_size // unit) * unit)
 
     def transformer_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments of ``TransformerConfig`` that describe the architecture. Imports
+        """Return the arguments of ``TransformerConfig`` that describe the architecture. Imports
         torch."""
         from slime.models.activations import ACTIVATIONS
 

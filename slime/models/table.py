@@ -94,7 +94,7 @@ def width(spec: ModelSpec, name: Size) -> int:
 
 
 def shapes_of(rule: Rule, spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the Hugging Face tensors of a rule, in their order; for stacks, of one expert."""
+    """Return the shapes of a rule's Hugging Face tensors in order; for stacks, of one expert."""
     rows = rule.rows if isinstance(rule.rows, tuple) else (rule.rows,) * len(rule.hf_names)
     columns = rule.columns if isinstance(rule.columns, tuple) else (rule.columns,)
     others = [width(spec, name) for name in columns if name is not None]
@@ -274,11 +274,8 @@ class ModelFamily:
             first: the stage has the embedding.
             last: the stage has the final norm and the output layer.
         """
-        rules = [rule for rule in self.rules if not rule.is_buffer]
-        places = [(rule, -1) for rule in rules if not rule.is_of_layer]
-        places += [(rule, layer) for layer in layers for rule in rules if rule.is_of_layer]
-        for rule, layer in places:
-            if not rule.applies(spec, layer):
+        for rule, layer in self._applying(spec, layers):
+            if rule.is_buffer:
                 continue
             name = rule.megatron_names[0].format(layer=layer, expert="", block="")
             count = spec.num_experts if rule.is_expert else len(rule.blocks(spec))
@@ -316,23 +313,22 @@ class ModelFamily:
 
     def hf_tensors(self, spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Iterate over (name, shape) of all tensors of a complete checkpoint, layer by layer."""
-        places = [(rule, -1) for rule in self.rules if not rule.is_of_layer]
-        places += [
-            (rule, layer)
-            for layer in range(spec.num_layers)
-            for rule in self.rules
-            if rule.is_of_layer
-        ]
-        for rule, layer in places:
-            if rule.applies(spec, layer):
-                shapes = shapes_of(rule, spec)
-                if rule.is_stacked:
-                    shapes = tuple((spec.num_experts, *shape) for shape in shapes)
-                one_by_one = rule.is_expert and not rule.is_stacked
-                for expert in range(spec.num_experts) if one_by_one else [-1]:
-                    for block in rule.blocks(spec):
-                        numbers = {"layer": layer, "expert": expert, "block": block}
-                        yield from zip(_filled(rule, numbers, spec).exports, shapes)
+        for rule, layer in self._applying(spec, range(spec.num_layers)):
+            shapes = shapes_of(rule, spec)
+            if rule.is_stacked:
+                shapes = tuple((spec.num_experts, *shape) for shape in shapes)
+            one_by_one = rule.is_expert and not rule.is_stacked
+            for expert in range(spec.num_experts) if one_by_one else [-1]:
+                for block in rule.blocks(spec):
+                    numbers = {"layer": layer, "expert": expert, "block": block}
+                    yield from zip(_filled(rule, numbers, spec).exports, shapes)
+
+    def _applying(self, spec: ModelSpec, layers: Iterable[int]) -> Iterator[tuple[Rule, int]]:
+        """Yield (rule, layer): the rules outside layers, with -1, then layer by layer."""
+        for layer in (-1, *layers):
+            for rule in self.rules:
+                if rule.is_of_layer == (layer >= 0) and rule.applies(spec, layer):
+                    yield rule, layer
 
     def match_hf(self, hf_name: str) -> tuple[Rule, dict[str, int]] | None:
         """Find the rule of a Hugging Face name, even if it does not apply to the layer, and the

@@ -42,7 +42,7 @@ def _gather(content: bytes, group: dist.ProcessGroup | None) -> list[bytes] | No
 
 
 def gather_tensors(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | None:
-    """Like `gather`, for plain containers that hold tensors. They are read with
+    """Gather plain containers that hold tensors, as `gather` does. They are read with
     ``torch.load(weights_only=True)``, which runs no code."""
     content = io.BytesIO()
     torch.save(value, content)

@@ -84,7 +84,8 @@ def _preference_loss(
     config: Config,
     functions: UserFunctions,
 ) -> tuple[Tensor, Metrics]:
-    """Metrics of answers are means over the chosen or the rejected answers, others over pairs."""
+    """Return loss and metrics; metrics of answers are means over the chosen or the rejected ones,
+    others over pairs."""
     labels = inputs.preferences
     assert labels is not None, "samples without labels are refused when they are packed"
     flags = config.preference
@@ -311,7 +312,7 @@ def _reduce_policy_loss(
     config: Config,
     functions: UserFunctions,
 ) -> Tensor:
-    """``masks`` [T] are those after any correction."""
+    """Reduce the loss of each token; ``masks`` [T] are those after any correction."""
     if functions.reducer is None or not inputs.samples:
         return weighted_sum(token_loss, weights)
     lengths = inputs.lengths.tolist()
@@ -325,7 +326,7 @@ def _reduce_policy_loss(
     loss = reduced_loss(returned, given, masks, origin)
 
     def alone(position: int) -> Any:
-        at = slice(*_range_of(inputs, position))
+        at = _tokens_of(inputs, position)
         of_sample = make(
             inputs.total_lengths[position : position + 1],
             lengths[position : position + 1],
@@ -345,7 +346,7 @@ def _reduce_policy_loss(
 def _custom_loss(
     scores: TokenScores, inputs: LossInputs, config: Config, functions: UserFunctions
 ) -> tuple[Tensor, Metrics]:
-    """`slime.user_code.hooks.LossFunction` describes the function's arguments."""
+    """Call the user's `slime.user_code.hooks.LossFunction`, and check what it returns."""
     assert functions.loss is not None, (
         "--loss-type custom_loss is refused at launch without its function"
     )
@@ -370,7 +371,7 @@ def _custom_loss(
 
     def alone(position: int) -> Any:
         own = _of_sample(inputs, position)
-        at = slice(*_range_of(inputs, position))
+        at = _tokens_of(inputs, position)
         logits = None if scores.logits is None else scores.logits[at].detach()
         return call(scores.log_probs[at].detach(), logits, own)[0]
 
@@ -404,15 +405,15 @@ def _batch_of(log_probs: Tensor, inputs: LossInputs) -> dict[str, Any]:
     }
 
 
-def _range_of(inputs: LossInputs, position: int) -> tuple[int, int]:
-    """Where the response tokens of a sample begin and end."""
+def _tokens_of(inputs: LossInputs, position: int) -> slice:
+    """Return the place of a sample's response tokens in flat tensors."""
     start = int(inputs.lengths[:position].sum())
-    return start, start + int(inputs.lengths[position])
+    return slice(start, start + int(inputs.lengths[position]))
 
 
 def _of_sample(inputs: LossInputs, position: int) -> LossInputs:
     """Return what the user's functions get of one sample."""
-    at = slice(*_range_of(inputs, position))
+    at = _tokens_of(inputs, position)
 
     def part(values: Tensor | None) -> Tensor | None:
         return None if values is None else values[at]

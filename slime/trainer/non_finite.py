@@ -71,7 +71,7 @@ class NonFiniteTraining(UserError):
             if parameters:
                 why += f"; not finite: the gradient of {first_few(parameters)}"
         if functions:
-            why = f"the loss comes by functions of yours: {', '.join(functions)}; {why}"
+            why = f"functions of yours compute the loss: {', '.join(functions)}; {why}"
         first = "check first what these functions return; then " if functions else ""
         whose = " of the critic" if of_critic else ""
         flags = "--critic-lr, check rewards and --normalize-values"
@@ -137,8 +137,7 @@ def keep_failed_step(
     if not isinstance(error, NonFiniteTraining):
         return
     try:
-        assert config.checkpoint.hf_checkpoint is not None
-        model = config.checkpoint.hf_checkpoint
+        model = config.checkpoint.model_dir
         trusted = config.checkpoint.trust_remote_code
         files = write_failed_step(
             folder, ask_ranks(), load_tokenizer(model, trust_remote_code=trusted)

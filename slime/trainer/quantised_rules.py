@@ -23,11 +23,10 @@ _OLD_SWITCH = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG"
 def check_ignore_list(config: Config) -> None:
     """Warn about rules of the ignore list that name no module of the model."""
     flags = config.checkpoint
-    assert flags.hf_checkpoint is not None
-    quantisation = Quantisation.read(read_hf_config(flags.hf_checkpoint))
+    quantisation = Quantisation.read(read_hf_config(flags.model_dir))
     if quantisation is not None:
-        family = family_of(flags.hf_checkpoint, flags.model_name)
-        spec = family.describe(flags.hf_checkpoint)
+        family = family_of(flags.model_dir, flags.model_name)
+        spec = family.describe(flags.model_dir)
         if config.lora.lora_rank:
             # the frozen base is served unchanged: the list has no effect, but may have idle rules
             found = ignore_list.examine(ignore_list.matrices(family, spec), quantisation)
@@ -37,7 +36,7 @@ def check_ignore_list(config: Config) -> None:
             idle = ignore_list.check(family, spec, quantisation).idle
         for rule in idle:
             logger.warning(
-                "the rule %r of quantization_config in %s names nothing", rule, flags.hf_checkpoint
+                "the rule %r of quantization_config in %s names nothing", rule, flags.model_dir
             )
 
 
@@ -48,8 +47,7 @@ def check_quantised_library(config: Config) -> None:
     Raises:
         UserError: it is not installed.
     """
-    path = config.checkpoint.hf_checkpoint
-    assert path is not None
+    path = config.checkpoint.model_dir
     quantisation = Quantisation.read(read_hf_config(path))
     computes_elsewhere = config.debug.debug_rollout_only and not engine_of(config).computed_here
     if quantisation is None or computes_elsewhere or joined_cluster(config) is not None:
@@ -67,8 +65,7 @@ def check_quantised_flags(config: Config) -> None:
             Engine also rounds the weights.
     """
     flags = config.quantised
-    path = config.checkpoint.hf_checkpoint
-    assert path is not None
+    path = config.checkpoint.model_dir
     if config.lora.lora_rank and not config.debug.debug_rollout_only:
         _check_frozen_base(config)
     chosen = flags.fake_quantisation
@@ -138,8 +135,7 @@ def check_quantised_flags(config: Config) -> None:
 def _check_frozen_base(config: Config) -> None:
     """Refuse flags with which the trainer's frozen base would differ from the one with which
     quantised engines compute."""
-    path = config.checkpoint.hf_checkpoint
-    assert path is not None
+    path = config.checkpoint.model_dir
     hf_config = read_hf_config(path)
     quantisation = Quantisation.read(hf_config)
     if quantisation is None:

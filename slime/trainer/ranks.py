@@ -39,19 +39,19 @@ class Ranks:
         return dist.get_rank(self.replicas)
 
     def sum_over_replicas(self, values: Tensor) -> Tensor:
-        """In-place sum."""
+        """Sum over the data-parallel ranks, in place."""
         if dist.get_world_size(self.replicas) > 1:
             dist.all_reduce(values, group=self.replicas)
         return values
 
     def max_over_replicas(self, values: Tensor) -> Tensor:
-        """In-place maximum."""
+        """Take the maximum over the data-parallel ranks, in place."""
         if dist.get_world_size(self.replicas) > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.replicas)
         return values
 
     def max_over_all(self, values: Tensor) -> Tensor:
-        """In-place maximum over the world."""
+        """Take the maximum over all ranks, in place."""
         if dist.get_world_size() > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values

@@ -140,10 +140,7 @@ def loss_and_metrics(
         )
     for name in metrics:
         if str(name) in _TAKEN or str(name).startswith("lr-pg_"):
-            raise FunctionFailed(
-                f"{origin} returned a metric {name!r}, which the trainer has",
-                fix="name it otherwise",
-            )
+            raise _taken(name, origin)
     fix = "reduce each to a number, with sum_of_sample_mean"
     return loss, {
         _name(name, origin): _number(
@@ -268,6 +265,12 @@ def _real(value: Any, what: str, fix: str) -> Any:
     return value
 
 
+def _taken(name: Any, origin: str) -> FunctionFailed:
+    return FunctionFailed(
+        f"{origin} returned a metric {name!r}, which the trainer has", fix="name it otherwise"
+    )
+
+
 def _name(name: Any, origin: str) -> str:
     if not isinstance(name, str):
         raise FunctionFailed(
@@ -318,10 +321,7 @@ def mismatch_metrics(
                 fix="give a value per token, the samples' put together with torch.cat",
             )
         if _name(name, origin) in taken:
-            raise FunctionFailed(
-                f"{origin} returned a metric {name!r}, which the trainer has",
-                fix="name it otherwise",
-            )
+            raise _taken(name, origin)
         found[name] = value.to(token_loss.device).expand_as(token_loss)
     return found
 

@@ -98,8 +98,7 @@ class Canary:
     """
 
     def __init__(self, config: Config, fleet: EngineFleet) -> None:
-        assert config.checkpoint.hf_checkpoint is not None
-        hf_config = read_hf_config(config.checkpoint.hf_checkpoint)
+        hf_config = read_hf_config(config.checkpoint.model_dir)
         family = family_of(hf_config, config.checkpoint.model_name)
         spec = family.model_spec(hf_config)
         self._fuses = bool(family.fused)

@@ -89,8 +89,8 @@ class DistributedTransport(Transport):
                     if self._is_broken:
                         self._leave()
                         self._join()
-                num_tensors = num_tensors + len(bucket.entries)
-                nbytes = nbytes + bucket.nbytes
+                num_tensors += len(bucket.entries)
+                nbytes += bucket.nbytes
                 self._finish()
                 self._start(bucket, version)
                 for name, tensor in bucket.tensors:

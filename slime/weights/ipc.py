@@ -88,8 +88,8 @@ class IpcTransport(Transport):
         assert self.fleet is not None
         num_tensors = nbytes = 0
         for bucket, handles in self._shared_buckets(tensors):
-            num_tensors = num_tensors + len(bucket.entries)
-            nbytes = nbytes + bucket.nbytes
+            num_tensors += len(bucket.entries)
+            nbytes += bucket.nbytes
             if self._failure is not None:
                 continue
             try:
@@ -259,7 +259,7 @@ def _check_sharing(engines: Sequence[EngineSlots], num_ranks: int) -> None:
         beyond = [slot for slot in engine.slots if slot >= num_ranks]
         if beyond or not engine.slots:
             raise UserError(
-                f"engine {engine.url} stands on GPU {beyond[0] if beyond else '?'} of the run, "
+                f"engine {engine.url} is on GPU {beyond[0] if beyond else '?'} of the run, "
                 "without a trainer rank",
                 why="with --colocate weights go to engines through the memory of the GPU that "
                 "they share",

@@ -31,17 +31,16 @@ def check_route(config: Config) -> None:
         UserError: no tested route exists for one of them; names the argument or format.
     """
     flags = config.checkpoint
-    assert flags.hf_checkpoint is not None
-    hf_config = read_hf_config(flags.hf_checkpoint)
+    hf_config = read_hf_config(flags.model_dir)
     version = installed_version()
     quantisation = Quantisation.read(hf_config)
     if engine_of(config).computed_here or not needs_engines(config) or quantisation is None:
         return
-    family = family_of(flags.hf_checkpoint, flags.model_name)
-    weights = ignore_list.matrices(family, family.describe(flags.hf_checkpoint))
+    family = family_of(flags.model_dir, flags.model_name)
+    weights = ignore_list.matrices(family, family.describe(flags.model_dir))
     quantised = ignore_list.examine(weights, quantisation).quantised
-    _check_output_layer(flags.hf_checkpoint, quantised, quantisation)
-    _check_adapted_experts(config, flags.hf_checkpoint, quantised, quantisation)
+    _check_output_layer(flags.model_dir, quantised, quantisation)
+    _check_adapted_experts(config, flags.model_dir, quantised, quantisation)
     if config.debug.debug_rollout_only or version is None:
         return  # nothing is pushed, or all engines are external, with other versions
     from slime.weights.route import choose_route

@@ -42,8 +42,8 @@ class SharedMemoryTransport(Transport):
                 body = _request(bucket, self._current, version)
                 answers = self._fleet.start("/update_weights_from_tensor", body, limit)
                 self._reading[self._number] = answers, limit
-                num_tensors = num_tensors + len(bucket.entries)
-                nbytes = nbytes + bucket.nbytes
+                num_tensors += len(bucket.entries)
+                nbytes += bucket.nbytes
         finally:
             self._wait_for_all()
         return Transferred(num_tensors, nbytes)

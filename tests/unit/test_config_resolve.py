@@ -536,12 +536,12 @@ def test_warning_on_cispo() -> None:
 
 
 def test_what_depends_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    refused("--attention-backend flash is not there without GPUs", attention_backend="flash")
+    refused("--attention-backend flash is not available without GPUs", attention_backend="flash")
     refused("--distributed-backend nccl cannot be used", distributed_backend="nccl")
     assert make_config(offload_optimizer_states=True, attention_backend="unfused") is not None
     monkeypatch.setenv("SLIME_NUM_GPUS", "1")
     assert make_config(attention_backend="flash", distributed_backend="nccl") is not None
-    refused("--attention-backend unfused is not there on GPUs", attention_backend="unfused")
+    refused("--attention-backend unfused is not available on GPUs", attention_backend="unfused")
     assert make_config(offload_optimizer_states=True) is not None
     assert make_config(offload_train=True, colocate=True).cluster.offload_train
     engine = make_config(transformer_impl="transformer_engine", attention_backend="fused")

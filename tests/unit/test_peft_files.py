@@ -135,9 +135,7 @@ def test_config_has_the_fields_that_engines_read(bases: Any, tmp_path: Path) -> 
     base = bases("llama")
     adapters = adapters_of(base)
     tensors = random_tensors(base, adapters, dtype=torch.bfloat16)
-    write_adapter(
-        tmp_path / "a", tensors, adapters, described(base)[1], base="org/base", card="# A"
-    )
+    write_adapter(tmp_path / "a", tensors, adapters, described(base)[1], base="org/base")
     config = json.loads((tmp_path / "a" / CONFIG).read_text())
     assert config == {
         "peft_type": "LORA",
@@ -159,7 +157,6 @@ def test_config_has_the_fields_that_engines_read(bases: Any, tmp_path: Path) -> 
         "target_parameters": None,
         "peft_version": "0.21.2",
     }
-    assert (tmp_path / "a" / "README.md").read_text() == "# A"
     written = load_file(tmp_path / "a" / WEIGHTS)
     assert written.keys() == tensors.keys()
     assert all(torch.equal(written[name], tensors[name]) for name in tensors)

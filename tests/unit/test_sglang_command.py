@@ -554,7 +554,7 @@ def test_the_base_is_kept_while_engines_sleep_as_no_push_brings_it(tmp_path: Pat
         ({"sglang_max_loaded_loras": 3}, "--sglang-max-loaded-loras 3 does not go"),
         ({"sglang_max_loras_per_batch": 1}, "counts the base as one"),
         ({**HEAD, "sglang_lora_backend": "torch_native"}, "pass csgmv or triton"),
-        ({**HEAD, "sglang_enable_fp32_lm_head": True}, "passes it by"),
+        ({**HEAD, "sglang_enable_fp32_lm_head": True}, "ignores it"),
         (
             {
                 "lora_target_modules": ("embed_tokens",),

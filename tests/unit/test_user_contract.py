@@ -1041,7 +1041,7 @@ def test_a_loss_that_is_not_finite_names_the_users_functions_first() -> None:
     assert functions == ["'mine.loss' (--custom-loss-function-path)"]
     error = NonFiniteTraining(0, 0, math.nan, [3], [], functions)
     assert error.why.startswith(
-        "the loss comes by functions of yours: 'mine.loss'"
+        "functions of yours compute the loss: 'mine.loss'"
     ) and error.fix.startswith("check")
     assert "functions of yours" not in NonFiniteTraining(0, 0, math.nan, [3], []).why
 

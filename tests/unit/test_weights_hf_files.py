@@ -43,7 +43,7 @@ def sharded(tmp_path: Path) -> Path:
 
 def test_a_complete_model(sharded: Path) -> None:
     reader = HfReader(sharded)
-    assert reader.verify(FAMILY, SPEC) == [] and reader.num_files == 4
+    assert reader.verify(FAMILY, SPEC) == [] and len(reader.file_names) == 4
     name = "model.layers.1.mlp.down_proj.weight"
     assert torch.equal(reader[name][:, 3:5], TENSORS[name][:, 3:5])
     assert reader[name].shape == tuple(TENSORS[name].shape)
@@ -141,7 +141,7 @@ def test_what_is_written_can_be_read(sharded: Path, tmp_path: Path, shard_bytes:
     assert all(
         torch.equal(reader[name][:], tensor.to(torch.bfloat16)) for name, tensor in TENSORS.items()
     )
-    assert (reader.num_files > 1) == (shard_bytes == 6000)
+    assert (len(reader.file_names) > 1) == (shard_bytes == 6000)
     assert all(path.stat().st_size < 2 * 6000 for path in target.glob("model-*.safetensors"))
     assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
     assert (target / "tokenizer.json").exists() and not list(tmp_path.glob(".*"))

@@ -103,8 +103,8 @@ def check_sglang(config: Config) -> None:
     if by_load and version_of(version)[:3] >= _WITHOUT_GET_LOAD:
         raise UserError(
             f"--router-policy power_of_two does not go with SGLang {version}",
-            why="the router asks engines for /get_load, which SGLang has no more from 0.5.21 on, "
-            "and would choose blindly",
+            why="the router asks engines for /get_load, which SGLang removed in 0.5.21, and would "
+            "choose at random",
             fix="pass another policy, such as cache_aware",
         )
     flags = config.engine.sglang
@@ -181,7 +181,7 @@ def check_adapters(config: Config, options: Mapping[str, Any], where: str = "") 
             f"pass {' or '.join(_BACKENDS_OF_HEAD)}",
         )
     if "lm_head" in vocabulary and options.get("enable_fp32_lm_head"):
-        refuse("enable_fp32_lm_head", "SGLang passes it by where lm_head has an adapter")
+        refuse("enable_fp32_lm_head", "SGLang ignores it if lm_head has an adapter")
     if 0 < int(options.get("max_loras_per_batch") or 3) < 2:
         refuse(
             "max_loras_per_batch",
@@ -333,7 +333,7 @@ def _check_health_checks(config: Config) -> None:
         raise UserError(
             f"--router-health-check-endpoint {path} does not go with --offload-rollout",
             why="the router asks also during training; to answer, SGLang would generate a token "
-            "with memory that it has released, and die of it",
+            "with memory that it has released, and crash",
             fix="leave the flag out",
         )
 

@@ -91,8 +91,7 @@ def check_drafts(config: Config, options: Mapping[str, Any], named: Callable[[st
         raise UserError(
             f"{this} does not go with --update-weight-transport disk",
             why="SGLang loads the policy's files into the draft as well",
-            fix="leave one of the two out; pushes by handles (--colocate) and broadcasts go well "
-            "with it",
+            fix="leave one of the two out; pushes by handles (--colocate) and broadcasts work",
         )
     if config.rollout.deterministic:
         raise UserError(

@@ -32,7 +32,7 @@ NamedTensors = list[tuple[str, torch.Tensor]]
 
 
 def load(model: nn.Module, named_tensors: NamedTensors) -> None:
-    """SGLang's hook for custom weight loaders: load a bucket.
+    """Load a bucket; SGLang's hook for custom weight loaders.
 
     Args:
         named_tensors: a flat uint8 bucket on this rank's GPU, and its table, JSON in a uint8

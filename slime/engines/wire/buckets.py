@@ -128,14 +128,13 @@ FINGERPRINTS: dict[str, Callable[[torch.Tensor], str]] = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "bfloat16" for ``torch.bfloat16``."""
+    """Return torch's name of a dtype: "bfloat16" for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 @functools.cache
 def dtype_of(name: str) -> torch.dtype:
-    """Inverse of `dtype_name`; also takes "torch.bfloat16". ValueError if there is no such
-    dtype."""
+    """Invert `dtype_name`; "torch.bfloat16" is accepted too. Raises ValueError for other names."""
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not the name of a torch dtype")

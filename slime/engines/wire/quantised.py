@@ -59,7 +59,7 @@ def quantise(module: str, weight: torch.Tensor, scheme: Int4 | Fp8) -> Stored:
 
 
 def quantise_run(run: ExpertRun, weight: torch.Tensor, scheme: Int4 | Fp8) -> Stored:
-    """`quantise` for stacked experts [experts, rows, columns]; returns runs of the stored tensors.
+    """Quantise stacked experts [experts, rows, columns]; return runs of the stored tensors.
 
     Raises:
         UserError: as `quantise`.

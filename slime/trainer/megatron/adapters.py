@@ -116,6 +116,20 @@ class LowRankAdapter(nn.Module):
         """The side (A or B) that is initialised with zeros, so that the adapter has no effect."""
         return self.up
 
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Return both sides as shards that every layout can load."""
+        assert metadata is not None
+        return self._shards(prefix, sharded_offsets, metadata["dp_cp_group"].rank())
+
+    def _shards(self, prefix: str, offsets: tuple[Any, ...], replica: int) -> ShardedStateDict:
+        """Do the work of `sharded_state_dict` on data- and context-parallel rank ``replica``."""
+        raise NotImplementedError
+
 
 def _wide(up: Tensor, spread: Tensor | None) -> Tensor:
     """Return [..., rows, parts · rank]: each row of ``up`` in its part's columns, else zeros."""
@@ -135,7 +149,7 @@ def give_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _float_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b with a float32 result for factors of any dtype."""
+    """Return a @ b in float32 for factors of any dtype."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.ops.aten.mm.dtype(a, b, torch.float32)
     return a.float() @ b.float()
@@ -204,39 +218,23 @@ class LinearAdapter(LowRankAdapter):
             )
         return x, copy_to_tensor_model_parallel_region(hidden, group=group)
 
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[Any, ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> ShardedStateDict:
-        """Return both sides as shards that every layout can load."""
-        assert metadata is not None
-        rank = self.group.rank()
-        size = self.group.size()
-        replica = metadata["dp_cp_group"].rank()
+    def _shards(self, prefix: str, offsets: tuple[Any, ...], replica: int) -> ShardedStateDict:
+        place = (1 if self.is_row_parallel else 0, self.group.rank(), self.group.size())
         cut = (0, 0, replica)
-        whole = (0, rank, replica)
-        offsets = sharded_offsets
+        whole = (0, self.group.rank(), replica)
         if self.is_row_parallel:
-            return {
-                **_sharded(f"{prefix}down", self.down, offsets, (), (1, rank, size), cut),
-                **_sharded(f"{prefix}up", self.up, offsets, (), None, whole),
-            }
-        place = (0, rank, size)
-        return {
-            **_sharded(f"{prefix}down", self.down, offsets, (), None, whole),
-            **_sharded(
-                f"{prefix}up",
-                self.up,
-                offsets,
-                (),
-                place,
-                cut,
-                self.halves,
-                is_padded=self.of_vocabulary,
-            ),
-        }
+            down = _sharded(f"{prefix}down", self.down, offsets, place, cut)
+            return down | _sharded(f"{prefix}up", self.up, offsets, None, whole)
+        down = _sharded(f"{prefix}down", self.down, offsets, None, whole)
+        return down | _sharded(
+            f"{prefix}up",
+            self.up,
+            offsets,
+            place,
+            cut,
+            self.halves,
+            is_padded=self.of_vocabulary,
+        )
 
 
 class EmbeddingAdapter(LowRankAdapter):
@@ -274,23 +272,11 @@ class EmbeddingAdapter(LowRankAdapter):
             hidden = _summed(hidden, self.group, self.sequence_parallel)
         return _added(output, hidden, self)
 
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[Any, ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> ShardedStateDict:
-        """Return both sides as shards that every layout can load."""
-        assert metadata is not None
+    def _shards(self, prefix: str, offsets: tuple[Any, ...], replica: int) -> ShardedStateDict:
         rank = self.group.rank()
-        replica = metadata["dp_cp_group"].rank()
         place = (0, rank, self.group.size())
-        cut = (0, 0, replica)
-        whole = (0, rank, replica)
-        return {
-            **_sharded(f"{prefix}down", self.down, sharded_offsets, (), place, cut, is_padded=True),
-            **_sharded(f"{prefix}up", self.up, sharded_offsets, (), None, whole),
-        }
+        down = _sharded(f"{prefix}down", self.down, offsets, place, (0, 0, replica), is_padded=True)
+        return down | _sharded(f"{prefix}up", self.up, offsets, None, (0, rank, replica))
 
 
 def _summed(hidden: Tensor, group: Any, is_scattered: bool) -> Tensor:
@@ -428,33 +414,24 @@ class ExpertAdapter(LowRankAdapter):
         added = _product(_product(rows, down, ends), up, ends)
         return torch.add(output, added, alpha=self.scaling)
 
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[Any, ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> ShardedStateDict:
-        """Return both sides as shards that every layout can load, one tensor for all experts."""
-        assert metadata is not None
-        before = len(sharded_offsets)
-        of_experts = ((before, self.expert_rank, self.expert_ranks),)
+    def _shards(self, prefix: str, offsets: tuple[Any, ...], replica: int) -> ShardedStateDict:
+        """Return one tensor per side for all experts."""
+        axis = 2 if self.is_row_parallel else 1
         found: ShardedStateDict = {}
         for name, side in (("down", self.down), ("up", self.up)):
             is_cut = (name == "down") == self.is_row_parallel
             if side.dim() == 2:  # one for all experts
                 tensor_rank = parallel_state.get_tensor_model_parallel_rank()
-                replica = (0, tensor_rank, metadata["dp_cp_group"].rank())
-                found |= _sharded(f"{prefix}{name}", side, sharded_offsets, (), None, replica)
+                found |= _sharded(f"{prefix}{name}", side, offsets, None, (0, tensor_rank, replica))
                 continue
-            axis = 2 if self.is_row_parallel else 1
             found |= _sharded(
                 f"{prefix}{name}",
                 side,
-                sharded_offsets,
-                of_experts,
+                offsets,
                 (axis, self.shard, self.shards) if is_cut else None,
                 (0, 0 if is_cut else self.shard, self.replica),
                 self.halves if is_cut else 1,
+                of_experts=((len(offsets), self.expert_rank, self.expert_ranks),),
             )
         return found
 
@@ -467,11 +444,11 @@ def _sharded(
     key: str,
     side: nn.Parameter,
     offsets: tuple[Any, ...],
-    more_offsets: tuple[Any, ...],
     place: tuple[int, int, int] | None,
     replica_id: ReplicaId,
     halves: int = 1,
     *,
+    of_experts: tuple[Any, ...] = (),
     is_padded: bool = False,
 ) -> ShardedStateDict:
     """Return one side of an adapter as part of a checkpoint.
@@ -479,6 +456,7 @@ def _sharded(
     Args:
         place: (sharded axis, shard, number of shards); None if the side is not sharded.
         halves: 2 if each shard has a part of gate and one of up, else 1.
+        of_experts: the offset of this rank's experts, if the tensor holds those of all ranks.
         is_padded: the full tensor has padding rows after the vocabulary, depending on the layout.
     """
     before = len(offsets)
@@ -499,7 +477,7 @@ def _sharded(
                     key,
                     piece,
                     *offsets,
-                    *more_offsets,
+                    *of_experts,
                     *cut,
                     replica_id=replica_id,
                     prepend_axis_num=before,

@@ -27,13 +27,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.checkpoints.critic_part import take_critic
 from slime.checkpoints.directory import ADAPTER
-from slime.checkpoints.hf_io import fill_adapters, load_hf
-from slime.checkpoints.load_plan import (
-    LoadPlan,
-    is_hf_dir,
-    reference_adapter,
-    resolve_reference,
-)
+from slime.checkpoints.hf_io import fill_adapters
+from slime.checkpoints.load_plan import LoadPlan, is_hf_dir, reference_adapter, resolve_reference
 from slime.checkpoints.loading import holds_adapters, saved_reference
 from slime.checkpoints.loading import load as load_checkpoint
 from slime.checkpoints.megatron_names import ModelPart
@@ -42,17 +37,16 @@ from slime.checkpoints.quantised_reader import QuantisedReader
 from slime.checkpoints.resuming import agreed_plan
 from slime.checkpoints.trainer_state import TrainerState
 from slime.engines.image_canary import ImageCanary
-from slime.models import family_of, table_of
+from slime.models import table_of
 from slime.models.adapters import AdapterConfig, adapter_family
 from slime.models.quantised import Quantisation
-from slime.models.spec import ModelSpec, check_same_model, read_hf_config
-from slime.models.vision import seeing
+from slime.models.spec import ModelSpec
 from slime.paths import fill
 from slime.trainer.ci_checks import check_grad_norms, check_rollout
 from slime.trainer.distillation import note_teacher_scores, with_teacher_prompts
 from slime.trainer.megatron import adapters, forward, optimizer
 from slime.trainer.megatron.critic import Critic, shares_base
-from slime.trainer.megatron.engine_weights import EngineWeights, frozen_reader
+from slime.trainer.megatron.engine_weights import EngineWeights, frozen_reader, load_same_model
 from slime.trainer.megatron.model import PolicyModel, build_model_chunks
 from slime.trainer.megatron.offload import Offloader, WeightsCopy
 from slime.trainer.megatron.packed import PackedMicroBatch
@@ -68,15 +62,7 @@ from slime.trainer.records import (
     TeacherColumns,
     TokenScores,
 )
-from slime.trainer.role import (
-    CRITIC,
-    POLICY,
-    REFERENCE,
-    Role,
-    policy_loss,
-    roles_of,
-    teacher_role,
-)
+from slime.trainer.role import CRITIC, POLICY, REFERENCE, Role, policy_loss, roles_of, teacher_role
 from slime.trainer.update import ByPosition, Update, evaluate, update
 from slime.weights.canary import canary_tokens
 from slime.weights.source import collect_adapters, save_hf, save_reward_model
@@ -304,13 +290,8 @@ class MegatronBackend(TrainerProcess):
             reader: reads ``plan``'s Hugging Face directory with the engines' quantised values.
         """
         if plan.kind == "hf":
-            name = self.config.checkpoint.model_name
-            theirs = read_hf_config(plan.path)
-            if self.spec.vision is not None:
-                theirs = seeing(theirs)
-            check_same_model(self.spec, family_of(theirs, name).model_spec(theirs), plan.path)
             part: ModelPart = "trunk" if self.config.algorithm.trains_reward_model else "base"
-            load_hf(self.model_chunks, plan.path, theirs, model_name=name, reader=reader, part=part)
+            load_same_model(self.model_chunks, self.spec, self.config, plan.path, reader, part)
         else:
             load_checkpoint(plan, TrainerState(self.model_chunks, part="base"))
 
@@ -797,7 +778,7 @@ class MegatronBackend(TrainerProcess):
 
     @contextmanager
     def _computing(self, *, as_engines: bool = False) -> Iterator[None]:
-        """Inside the block, compute with the engines' quantised weights under --fake-quantisation
+        """Compute with the engines' quantised weights inside the block, under --fake-quantisation
         or if ``as_engines``."""
         chosen = self.config.quantised.fake_quantisation
         if self.engine_weights is None or not (chosen or as_engines):

@@ -26,13 +26,7 @@ from torch import Tensor
 
 from slime.algorithms.values import ReturnScale
 from slime.checkpoints.directory import CRITIC
-from slime.checkpoints.hf_io import load_hf
-from slime.checkpoints.load_plan import (
-    LoadPlan,
-    base_of_critic,
-    resolve_critic,
-    resolve_reference,
-)
+from slime.checkpoints.load_plan import LoadPlan, base_of_critic, resolve_critic, resolve_reference
 from slime.checkpoints.loading import SavedCritic, critic_in, holds_adapters, saved_critic
 from slime.checkpoints.loading import load as load_checkpoint
 from slime.checkpoints.megatron_names import ModelPart, global_parameters, unwrapped
@@ -41,14 +35,13 @@ from slime.checkpoints.trainer_state import TrainerState
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger
-from slime.models import family_of, table_of
+from slime.models import table_of
 from slime.models.adapters import AdapterConfig
-from slime.models.spec import ModelSpec, check_same_model, read_hf_config
-from slime.models.vision import seeing
+from slime.models.spec import ModelSpec
 from slime.samples.batch import StepPlan, TrainBatch
 from slime.trainer.loss import VALUE_LOSS, micro_batch_loss
 from slime.trainer.megatron import adapters, forward, optimizer
-from slime.trainer.megatron.engine_weights import frozen_reader
+from slime.trainer.megatron.engine_weights import frozen_reader, load_same_model
 from slime.trainer.megatron.model import build_model_chunks
 from slime.trainer.megatron.offload import Offloader, lent_memory
 from slime.trainer.megatron.packed import PackedMicroBatch
@@ -247,15 +240,10 @@ class Critic:
             reads_base_of_policy = source.path.resolve() == base_of_policy
             self._base = None if reads_base_of_policy else str(source.path.resolve())
         if source.kind == "hf":
-            name = self.config.checkpoint.model_name
-            theirs = read_hf_config(source.path)
-            if self.spec.vision is not None:
-                theirs = seeing(theirs)
-            check_same_model(self.spec, family_of(theirs, name).model_spec(theirs), source.path)
             reader = None
             if reads_base_of_policy:
                 reader = frozen_reader(self.config, source.path, self.ranks.device)
-            load_hf(self.chunks, source.path, theirs, model_name=name, reader=reader, part="trunk")
+            load_same_model(self.chunks, self.spec, self.config, source.path, reader, "trunk")
             return
         critic = critic_in(source)
         if critic is not None:

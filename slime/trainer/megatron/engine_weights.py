@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slime.checkpoints.hf_io import shard_of, with_padding_of
-from slime.checkpoints.megatron_names import Placement, global_parameters
+from slime.checkpoints.hf_io import load_hf, shard_of, with_padding_of
+from slime.checkpoints.megatron_names import ModelPart, Placement, global_parameters
 from slime.checkpoints.quantised_reader import QuantisedReader
 from slime.config.config import Config
 from slime.engines.wire.quantised import as_engines_compute, require_library
@@ -28,7 +28,8 @@ from slime.log import get_logger
 from slime.models import Match, family_of
 from slime.models.ignore_list import check
 from slime.models.quantised import Quantisation
-from slime.models.spec import HfConfig, read_hf_config
+from slime.models.spec import HfConfig, ModelSpec, check_same_model, read_hf_config
+from slime.models.vision import seeing
 from slime.weights.route import flag_dtype
 
 logger = get_logger(__name__)
@@ -42,8 +43,7 @@ def frozen_reader(config: Config, base: Path, device: torch.device) -> Quantised
         base: the Hugging Face directory from which the base is loaded.
         device: on which quantised weights are computed.
     """
-    assert config.checkpoint.hf_checkpoint is not None
-    hf_config = read_hf_config(config.checkpoint.hf_checkpoint)
+    hf_config = read_hf_config(config.checkpoint.model_dir)
     quantisation = Quantisation.read(hf_config)
     if quantisation is None:
         return None
@@ -59,6 +59,29 @@ def frozen_reader(config: Config, base: Path, device: torch.device) -> Quantised
         model_name=config.checkpoint.model_name,
         device=device,
     )
+
+
+def load_same_model(
+    chunks: Sequence[nn.Module],
+    spec: ModelSpec,
+    config: Config,
+    directory: Path,
+    reader: QuantisedReader | None,
+    part: ModelPart,
+) -> None:
+    """Fill a part of the model from a Hugging Face directory of the same architecture.
+
+    Args:
+        reader: reads the directory with the engines' quantised values; None: unquantised weights.
+    Raises:
+        UserError: the directory holds another architecture, or as `load_hf`.
+    """
+    name = config.checkpoint.model_name
+    theirs = read_hf_config(directory)
+    if spec.vision is not None:
+        theirs = seeing(theirs)
+    check_same_model(spec, family_of(theirs, name).model_spec(theirs), directory)
+    load_hf(chunks, directory, theirs, model_name=name, reader=reader, part=part)
 
 
 class EngineWeights:

@@ -130,7 +130,7 @@ class PolicyModel(GPTModel):
         with_rows: bool = False,
         top_k: int = 0,
     ) -> Tensor | TokenScores:
-        """Hidden states [T, 1, H] on inner pipeline stages, `TokenScores` on the last."""
+        """Return hidden states [T, 1, H] on inner pipeline stages, `TokenScores` on the last."""
         hidden = self.hidden_states(batch)
         if not self.post_process:
             return hidden

@@ -126,7 +126,7 @@ class Offloader:
 
     @contextmanager
     def read_on_host(self) -> Iterator[None]:
-        """Inside the block, offloaded parameters and optimizer states are their host copies."""
+        """Let offloaded parameters and optimizer states be their host copies inside the block."""
         copies = {part.storage._cdata: part.copy for part in self._away}
         held: list[Tensor] = [p for chunk in self.chunks for p in chunk.parameters()]
         held += _optimizer_holders(self.optimizer)

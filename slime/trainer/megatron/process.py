@@ -75,9 +75,8 @@ class TrainerProcess:
         self.spec = spec
         check_layout(self.spec, config)
         if self.spec.vision is not None:
-            assert config.checkpoint.hf_checkpoint is not None
             self.images = ImageReader(
-                config.checkpoint.hf_checkpoint,
+                config.checkpoint.model_dir,
                 config.images.image_max_pixels,
                 _KEPT_IMAGES,
             )

@@ -188,7 +188,7 @@ def specified_layers(
 
 @contextmanager
 def _available(stack: list[Any], default: Any) -> Iterator[None]:
-    """Within the block, the user's function finds this default on the stack."""
+    """Let the user's function find this default on the stack inside the block."""
     stack.append(default)
     try:
         yield

@@ -83,7 +83,7 @@ class ValueModel(PolicyModel):
     def forward(  # type: ignore[override]
         self, batch: PackedMicroBatch
     ) -> Tensor | TokenValues:
-        """Hidden states [T, 1, H] on inner pipeline stages, `TokenValues` on the last."""
+        """Return hidden states [T, 1, H] on inner pipeline stages, `TokenValues` on the last."""
         hidden = self.hidden_states(batch)
         if not self.post_process:
             return hidden
