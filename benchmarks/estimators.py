@@ -32,9 +32,10 @@ SFT_STEPS = 300
 SFT_BATCH = 256
 #: ``--opd-loss`` of each run of distillation.
 TEACHINGS = {f"opd_{loss}": loss for loss in ("sampled", "reverse_kl", "forward_kl", "jsd")}
-#: Beside what all of a kind have: a critic's own learning rate.
+#: Beside what all of a kind have: learning rates of heads that begin with zeros.
 SETTINGS: dict[str, dict[str, Any]] = {
     "ppo": {"critic_lr": 3e-3, "num_critic_only_steps": 2},
+    "reward_model": {"lr": 3e-3},
 }
 #: Title of a panel, its metric, and the runs that it shows.
 PANELS = (
@@ -191,7 +192,8 @@ def _figure(folder: Path, seed: int, names: list[str]) -> str:
         if runs:
             panel = picture(runs, metric, title)
             panels.append(panel.replace("<svg ", f'<svg y="{len(panels) * HEIGHT}" ', 1))
-    size = f'width="{WIDTH}" height="{len(panels) * HEIGHT}"'
+    height = len(panels) * HEIGHT
+    size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n{"".join(panels)}</svg>\n'
 
 
