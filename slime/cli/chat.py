@@ -263,7 +263,7 @@ class Conversation:
         Raises:
             UserError: the model takes no images, or the file cannot be read as an image.
         """
-        from slime.models.images import decoded, upright
+        from slime.models.decode_image import decoded, for_engine
         from slime.models.vision import ImageError
 
         if not self.sees:
@@ -273,7 +273,7 @@ class Conversation:
             decoded(data)
         except (OSError, ImageError) as error:
             raise UserError(f"{path} cannot be read as an image", why=str(error)) from error
-        url = {"url": f"data:image;base64,{base64.b64encode(upright(data)).decode('ascii')}"}
+        url = {"url": f"data:image;base64,{base64.b64encode(for_engine(data)).decode('ascii')}"}
         self._images.append({"type": "image_url", "image_url": url})
         yield f"{Path(path).name} goes with the next question"
 

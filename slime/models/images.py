@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import io
 import itertools
 import threading
 import time
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from slime.errors import UserError
+from slime.models.decode_image import decoded
 from slime.models.vision import ImageError
 from slime.processes.host import num_cpus
 
@@ -27,10 +27,6 @@ _KEPT_BYTES = 1 << 28
 _KEPT_GRIDS = 1 << 16
 #: Most threads that prepare images ahead; the ranks of a host share its cores.
 _MAX_THREADS = 8
-#: Images with more pixels are refused before decoding, as a small file may contain a huge image.
-_MAX_PIXELS = 1 << 28
-#: EXIF tag of an image's orientation.
-_ORIENTATION = 0x0112
 
 
 class PreparedImage(NamedTuple):
@@ -190,50 +186,3 @@ class ImageReader:
             return PreparedImage(pixels, (1, int(pixels.shape[-2]), int(pixels.shape[-1])))
         frames, rows, columns = (int(size) for size in found["image_grid_thw"][0])
         return PreparedImage(pixels, (frames, rows, columns))
-
-
-def decoded(data: bytes) -> Any:
-    """Decode an image to a Pillow image in RGB, turned as its EXIF data says.
-
-    Raises:
-        ImageError: ``data`` is empty, no image, damaged or truncated, or has too many pixels.
-    """
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
-    if not data:
-        raise ImageError("it is empty")
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            width, height = image.size
-            if width * height > _MAX_PIXELS:
-                raise ImageError(f"it has {width} x {height} pixels, more than {_MAX_PIXELS:,}")
-            frames = getattr(image, "n_frames", 1)
-            if frames > 1 and image.format != "MPO":  # MPO holds a photo and its preview
-                raise ImageError(f"it has {frames} frames; videos are not supported")
-            image.load()
-            return ImageOps.exif_transpose(image).convert("RGB")
-    except ImageError:
-        raise
-    except UnidentifiedImageError as error:
-        raise ImageError("it is not in a format that Pillow knows") from error
-    except Image.DecompressionBombError as error:
-        raise ImageError("it has too many pixels") from error
-    except Exception as error:  # each of Pillow's formats raises other exceptions
-        raise ImageError(f"it cannot be decoded: {error}") from error
-
-
-def upright(data: bytes) -> bytes:
-    """Return the image encoded so that readers without EXIF support see it in the right
-    orientation.
-
-    Args:
-        data: an image that `decoded` accepts.
-    """
-    from PIL import Image
-
-    with Image.open(io.BytesIO(data)) as image:
-        if image.getexif().get(_ORIENTATION, 1) == 1:
-            return data
-    stream = io.BytesIO()
-    decoded(data).save(stream, "PNG")
-    return stream.getvalue()

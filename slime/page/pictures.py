@@ -27,9 +27,11 @@ def with_pictures(record: dict[str, Any]) -> dict[str, Any]:
 def _picture(reference: str) -> str:
     from PIL import Image, ImageOps
 
+    from slime.models.decode_image import in_rgb
+
     try:
         with Image.open(Path(reference)) as image:
-            small = ImageOps.exif_transpose(image).convert("RGB")
+            small = in_rgb(ImageOps.exif_transpose(image))
             small.thumbnail((_SIDE, _SIDE))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return ""

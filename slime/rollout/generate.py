@@ -571,10 +571,10 @@ def encoded_images(references: Sequence[str]) -> list[str]:
     Raises:
         UserError: a file no longer exists.
     """
-    from slime.models.images import upright
+    from slime.models.decode_image import for_engine
 
     try:
-        return [base64.b64encode(upright(bytes_of(one))).decode("ascii") for one in references]
+        return [base64.b64encode(for_engine(bytes_of(one))).decode("ascii") for one in references]
     except OSError as error:
         raise UserError(
             "an image cannot be read any more", why=str(error), fix="put the file back"

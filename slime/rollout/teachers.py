@@ -5,17 +5,20 @@
 
 Each answer is checked against the requested tokens. A teacher scores a few fixed tokens (the
 canary) at the start of the run and in each rollout: if the log-probs differ, its weights have
-changed. In a run with images, requests carry those of the sample, and the canary has pictures,
-which must affect the log-probs.
+changed. The run folder keeps them in ``teachers.json``, the receipt of each teacher, with which the
+next launch is compared. In a run with images, requests carry those of the sample, and the canary
+has pictures, which must affect the log-probs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from slime import deadlines
@@ -25,6 +28,7 @@ from slime.engines.api import EngineError
 from slime.engines.client import RolloutClient
 from slime.engines.image_canary import ImageCanary, in_base64, scoring_request
 from slime.errors import UserError
+from slime.files import read_object, write_atomically
 from slime.log import get_logger
 from slime.models.vision import VisionSpec, one_placeholder_each, placeholder_runs
 from slime.prompts.images import images_of, read_teacher_prompt
@@ -51,6 +55,8 @@ class EngineTeacher:
         concurrency: requests at once.
         retry_seconds: see `RolloutClient`.
         vision: the tower of the policy, whose placeholders the tokens have; None without images.
+    Attributes:
+        canary: log-probs of the canary at the first check; None before it.
     """
 
     def __init__(
@@ -72,7 +78,7 @@ class EngineTeacher:
             request_timeout=request_timeout,
             retry_seconds=retry_seconds,
         )
-        self._first: list[float] | None = None
+        self.canary: list[float] | None = None
 
     async def log_probs(
         self, tokens: Sequence[int], start: int, top_k: int = 0, images: Sequence[str] = ()
@@ -190,18 +196,26 @@ class EngineTeacher:
                 why="it ignores images: its model sees none, or its vision tower gives zeros",
                 fix="use a teacher that sees images",
             )
-        if self._first is None:
-            self._first = found
+        if self.canary is None:
+            self.canary = found
             return 0.0
-        first = self._first
-        differences = statistics.fmean(abs(a - b) for a, b in zip(first, found))
-        if differences > max(_CANARY_LEAST, _CANARY_SHARE * statistics.pstdev(first)):
+        difference = _mean_difference(self.canary, found)
+        if _is_another(self.canary, difference):
             raise UserError(
                 f"teacher {self.name} at {self.url} has other weights than at the start",
-                why=f"its log-probs of the canary differ by {differences:.3g} on average",
+                why=f"its log-probs of the canary differ by {difference:.3g} on average",
                 fix="start it again with the model that it had; nothing may push weights to it",
             )
-        return differences
+        return difference
+
+
+def _mean_difference(first: Sequence[float], found: Sequence[float]) -> float:
+    return statistics.fmean(abs(a - b) for a, b in zip(first, found))
+
+
+def _is_another(first: Sequence[float], difference: float) -> bool:
+    """Tell whether log-probs that differ so much on average are those of other weights."""
+    return difference > max(_CANARY_LEAST, _CANARY_SHARE * statistics.pstdev(first))
 
 
 class TeacherPool:
@@ -253,15 +267,49 @@ class TeacherPool:
             return {}
         # engines refuse to name more tokens than there are
         self._top_k = min(self._top_k, vocab_size or self._top_k)
+        is_first = self._canary is None
         if self._canary is None:
             tokens = self._canary_tokens(vocab_size or 2 * _CANARY_TOKENS)
             self._canary = (tokens, ImageCanary.of(self._config, tokens))
         canary = self._canary
         differences = await asyncio.gather(*(teacher.check(*canary) for teacher in teachers))
+        if is_first:
+            self._keep_receipts(canary[0])
         for teacher in teachers:
             teacher.client.busy.take_idle_ratio()
             teacher.client.counters.take()
         return {"rollout/teacher_canary_abs_diff": max(differences)}
+
+    def _keep_receipts(self, tokens: list[int]) -> None:
+        """Compare teachers with those of the run's last launch, and write their receipts."""
+        observe = self._config.observe
+        folder = Path(observe.output_dir) / observe.run_name
+        if not folder.is_dir():
+            return  # a rollout loop without a run
+        path = folder / f"teachers{f'.{observe.stage}' if observe.stage else ''}.json"
+        receipts = read_object(path)
+        for teacher in self._teachers.values():
+            assert teacher.canary is not None
+            before = receipts.get(teacher.name) or {}
+            old = before.get("log_probs") or []
+            if before.get("tokens") == tokens and len(old) == len(teacher.canary):
+                difference = _mean_difference(old, teacher.canary)
+                if _is_another(old, difference):
+                    logger.warning(
+                        "teacher %s at %s has other weights than in the last launch of this run, "
+                        "at %s: its log-probs of the canary differ by %.3g on average; what was "
+                        "learnt from the other one stays in the policy",
+                        teacher.name,
+                        teacher.url,
+                        before.get("url"),
+                        difference,
+                    )
+            receipts[teacher.name] = {
+                "url": teacher.url,
+                "tokens": tokens,
+                "log_probs": teacher.canary,
+            }
+        write_atomically(path, json.dumps(receipts, indent=1).encode())
 
     def _canary_tokens(self, vocab_size: int) -> list[int]:
         count = 2 * _CANARY_TOKENS

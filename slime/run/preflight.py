@@ -402,6 +402,14 @@ def _teacher_folders(config: Config) -> Iterator[tuple[str, str, EngineInfo | No
     for name, path, info in found:
         if path not in (SELF, BASE) and Path(path).is_dir():
             yield name, path, info
+        elif info is not None:
+            logger.warning(
+                "teacher %s: its vocabulary could not be compared with the policy's, since its "
+                "engine serves %s, which is not on this host. With another tokenizer it would "
+                "score other text: compare both, or put its directory there",
+                name,
+                path,
+            )
 
 
 def check_engine_flags(config: Config) -> None:

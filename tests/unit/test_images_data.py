@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,7 +22,8 @@ from transformers import AutoTokenizer
 
 from slime.config import Config, make_config
 from slime.errors import UserError
-from slime.models.images import ImageReader, decoded, upright
+from slime.models.decode_image import decoded, for_engine
+from slime.models.images import ImageReader
 from slime.models.vision import ImageError, ImageSpan
 from slime.prompts.images import image_prompts
 from slime.prompts.source import make_source
@@ -320,13 +322,49 @@ def test_pictures_are_upright_and_of_one_frame() -> None:
     exif[0x0112] = 6
     turned.save(stream, "JPEG", exif=exif)
     assert decoded(stream.getvalue()).size == (20, 40)
-    with Image.open(io.BytesIO(upright(stream.getvalue()))) as sent:  # what an engine opens
+    with Image.open(io.BytesIO(for_engine(stream.getvalue()))) as sent:  # what an engine opens
         assert sent.size == (20, 40)
-    assert upright(PICTURES["portrait"]) == PICTURES["portrait"]
+    assert for_engine(PICTURES["portrait"]) == PICTURES["portrait"]
     stream = io.BytesIO()
     frames = [Image.new("L", (8, 8), shade) for shade in (0, 200)]
     frames[0].save(stream, "GIF", save_all=True, append_images=frames[1:])
     with pytest.raises(ImageError, match="2 frames"):
+        decoded(stream.getvalue())
+
+
+def drawing(kind: str) -> bytes:
+    """A dark square on a light ground, in a mode that Pillow's own conversion to RGB spoils."""
+    square = Image.new("L", (24, 24), 0)
+    square.paste(255, (8, 8, 16, 16))
+    if kind == "16 bits":
+        image = Image.fromarray(65535 - 257 * np.asarray(square).astype(np.uint16) // 2)
+    elif kind == "palette":
+        image = Image.new("P", (24, 24), 0)
+        image.putpalette([0, 0, 0, 0, 0, 255])
+        image.paste(1, (8, 8, 16, 16))
+    else:
+        image = Image.new(kind, (24, 24), 0)
+        image.putalpha(square)
+    stream = io.BytesIO()
+    image.save(stream, "PNG", **({"transparency": 0} if kind == "palette" else {}))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["RGB", "L", "palette", "16 bits"])
+def test_transparent_and_deep_images_are_seen_as_they_look(kind: str) -> None:
+    data = drawing(kind)
+    ground, square = (decoded(data).getpixel(place) for place in ((2, 2), (12, 12)))
+    assert ground == (255, 255, 255)
+    assert square == {"palette": (0, 0, 255), "16 bits": (128, 128, 128)}.get(kind, (0, 0, 0))
+    with Image.open(io.BytesIO(for_engine(data))) as sent:
+        assert sent.mode == "RGB" and sent.tobytes() == decoded(data).tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_pixels_of_unknown_range_are_refused(dtype: type) -> None:
+    stream = io.BytesIO()
+    Image.fromarray(np.ones((8, 8), dtype)).save(stream, "TIFF")
+    with pytest.raises(ImageError, match="32 bits"):
         decoded(stream.getvalue())
 
 

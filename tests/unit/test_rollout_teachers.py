@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -267,6 +268,32 @@ def test_a_teacher_with_other_weights_than_at_the_start_ends_the_run() -> None:
             await loop.generate_batch(1)
 
     with_teachers(test, "default", num_rollout=2)
+
+
+def test_a_teacher_with_other_weights_than_in_the_last_launch_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its receipt is in the run folder; a number that is only rounded otherwise is no news."""
+    (tmp_path / "run").mkdir()
+    flags = {"output_dir": str(tmp_path), "run_name": "run"}
+
+    def launch(bias: float) -> list[str]:
+        async def test(loop: RolloutLoop, engine: FakeEngine, teachers: list[FakeTeacher]) -> None:
+            teachers[0].bias = bias
+            await loop.generate_batch(0)
+            receipt = json.loads((tmp_path / "run" / "teachers.json").read_text())["default"]
+            assert receipt["url"] == teachers[0].url and len(receipt["tokens"]) == 16
+            assert len(receipt["log_probs"]) == 15
+
+        caplog.clear()
+        with_teachers(test, "default", **flags)
+        return [record.getMessage() for record in caplog.records if "last launch" in record.msg]
+
+    assert launch(0.0) == []
+    assert launch(1e-4) == []
+    [told] = launch(-0.4)
+    assert "teacher default" in told and "differ by 0.4 on average" in told
+    assert launch(-0.4) == []
 
 
 # -- names and vocabularies ------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime.cluster.engine_fit import EngineInfo
 from slime.cluster.placement import GpuSlot, GpuSlots, engine_parts
 from slime.cluster.server_process import ServerDied
 from slime.config import make_config
@@ -365,6 +366,18 @@ def test_a_key_that_chooses_the_only_model_is_warned_of(
     flags["rollout_num_gpus"] = 2
     check_teachers(run_config(sglang_config=models_file(tmp_path, *models[:2]), **flags))
     assert "--opd-teacher-key by has no effect: there is one teacher, judge" in caplog.text
+
+
+def test_a_teacher_whose_vocabulary_cannot_be_compared_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its engine is on another host, whose directory is not here."""
+    info = EngineInfo({"model_path": "/elsewhere/big"}, {"version": "0.5.16"})
+    monkeypatch.setattr(preflight, "fetch_engine_info", lambda url: info)
+    check_teachers(run_config(use_opd=True, opd_teacher_urls=["big=http://other:30000"]))
+    [told] = [record.getMessage() for record in caplog.records]
+    assert "teacher big: its vocabulary could not be compared" in told
+    assert "serves /elsewhere/big, which is not on this host" in told
 
 
 def test_every_model_has_engines_of_its_own(tmp_path: Path) -> None:
