@@ -1064,10 +1064,11 @@ def unread_part_keys(wire: Iterable[Any]) -> set[str]:
     """
     found = set()
     for message in wire:
-        if message.get("type") == "reasoning" and "role" not in message:
+        role = str(message.get("role") or message.get("from")).strip().lower()
+        if message.get("type") == "reasoning" and role == "none":
             found |= {f"{key} (of an item of reasoning)" for key in _unread(message)}
         content = message.get("content")
-        if message.get("role") == "tool" and not _is_parts(content):
+        if _ROLES.get(role, role) == "tool" and not _is_parts(content):
             continue  # a plain value
         for part in content if isinstance(content, list | tuple) else []:
             if not isinstance(part, Mapping):

@@ -547,12 +547,15 @@ def test_keys_of_parts_and_items_that_nothing_reads_are_told() -> None:
         thought,
         {"role": "assistant", "content": [hidden, said]},
     ]
-    prompt = read_prompt({"input": messages}, RowFormat(raw=True), make_tokenizer())
-    assert prompt.unread_keys == (
-        "data (of a part of redacted_thinking)",
-        "is_error (of a part of tool_result)",
-        "summary (of an item of reasoning)",
-    )
+    names = {key: None for message in messages for key in message}
+    filled = [names | message for message in messages]  # as a columnar file has them
+    for given in (messages, filled):
+        prompt = read_prompt({"input": given}, RowFormat(raw=True), make_tokenizer())
+        assert prompt.unread_keys == (
+            "data (of a part of redacted_thinking)",
+            "is_error (of a part of tool_result)",
+            "summary (of an item of reasoning)",
+        )
 
 
 def test_what_belongs_to_a_prompt_in_a_column_of_media_is_told() -> None:
@@ -644,6 +647,7 @@ def test_calls_that_a_columnar_file_fills_in_are_absent(calls: Any) -> None:
 def test_images_and_calls_at_a_place_that_nothing_reads_are_told() -> None:
     text = {"type": "text", "text": "hi", "image": "a.png", "image_url": {"url": None}}
     listed = [{"a": 1}, {"a": 2}]
-    messages = [CALLS | {"role": "user", "content": [text]}, {"role": "tool", "content": listed}]
+    results = [{"role": role, "content": listed} for role in ("tool", "observation")]
+    messages = [CALLS | {"role": "user", "content": [text]}, *results]
     prompt = read_prompt({"input": messages}, RowFormat(raw=True), make_tokenizer())
     assert prompt.unread_keys == ("image (of a part of text)", "tool_calls (of the role user)")
