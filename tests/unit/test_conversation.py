@@ -549,8 +549,8 @@ def test_keys_of_parts_and_items_that_nothing_reads_are_told() -> None:
     ]
     names = {key: None for message in messages for key in message}
     filled = [names | message for message in messages]  # as a columnar file has them
-    for given in (messages, filled):
-        prompt = read_prompt({"input": given}, RowFormat(raw=True), make_tokenizer())
+    for rows in (messages, filled):
+        prompt = read_prompt({"input": rows}, RowFormat(raw=True), make_tokenizer())
         assert prompt.unread_keys == (
             "data (of a part of redacted_thinking)",
             "is_error (of a part of tool_result)",
