@@ -94,6 +94,8 @@ _LOOKS_LIKE_PARTS = re.compile(
     r"""reasoning)['"]""",
     re.DOTALL,
 )
+#: Messages that `repr` wrote of a NumPy array.
+_ARRAY = re.compile(r"""\s*(?:np\.)?array\(\[\s*\{[^{}]*?['"](?:role|from)['"]\s*:""", re.DOTALL)
 _LOOKS_LIKE_MESSAGES = re.compile(
     r"""\s*\[\s*\{.*?['"](role|from|content|value)['"]\s*:""", re.DOTALL
 )
@@ -251,12 +253,13 @@ def _from_text(text: str, where: str) -> Any:
     if start == '"':  # a column that was encoded twice
         inner = _text_in(text)
         return None if inner is None else _from_text(inner, where)
-    if start not in ("[", "{"):
+    if start not in ("[", "{") and not _ARRAY.match(text):
         return None
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        if not _LOOKS_LIKE_MESSAGES.match(text):
+        is_almost = _LOOKS_LIKE_MESSAGES.match(text) or _ARRAY.match(text)
+        if not is_almost and not _are_lines_of_messages(text):
             return None
         raise ConversationError(
             "a conversation as text that is not valid JSON",
@@ -273,6 +276,16 @@ def _from_text(text: str, where: str) -> Any:
         for item in items
     )
     return found if are_messages and any(map(_speaks, items)) else None
+
+
+def _are_lines_of_messages(text: str) -> bool:
+    """Tell whether each of several lines is the JSON text of a message."""
+    lines = text.strip().splitlines()
+    try:
+        items = [json.loads(line) for line in lines]
+    except (ValueError, RecursionError):
+        return False
+    return len(items) > 1 and all(isinstance(item, Mapping) and _speaks(item) for item in items)
 
 
 def _text_in(text: str) -> str | None:

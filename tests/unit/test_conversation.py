@@ -305,8 +305,11 @@ def test_items_of_responses_may_be_text() -> None:
 
 
 def test_a_conversation_written_by_str_is_refused_and_not_taken_as_words() -> None:
-    with pytest.raises(ConversationError, match="not valid JSON"):
-        conversation_in(str([USER]))
+    line = json.dumps(USER)
+    for text in (str([USER]), f"array([{USER}], dtype=object)", f"{line}\n{line}"):
+        with pytest.raises(ConversationError, match="not valid JSON"):
+            conversation_in(text)
+    assert conversation_in(f"{line}\nWhat is this?") is None
 
 
 @pytest.mark.parametrize(
@@ -569,6 +572,12 @@ def test_what_belongs_to_a_prompt_in_a_column_of_media_is_told() -> None:
 def test_tokens_that_the_tokenizer_lacks_are_refused() -> None:
     with pytest.raises(RowProblem, match="token ids that the tokenizer lacks"):
         read_prompt({"input": [1, 10**6]}, RowFormat(), make_tokenizer())
+
+
+@pytest.mark.parametrize("prompt", ["nan", [{"role": "user", "content": "None"}]])
+def test_a_prompt_that_is_the_name_of_a_missing_value_is_told(prompt: Any) -> None:
+    [told] = read_prompt({"input": prompt}, RowFormat(), make_tokenizer()).remarks
+    assert told.kind == "have a prompt that is the name of a missing value"
 
 
 # -- one wire form within another ------------------------------------------------------------------
