@@ -44,13 +44,13 @@ _STRONG_ENDS = ("password", "passwd", "apikey", "secret", "pw")
 #: Last two words of such a name.
 _STRONG_PAIRS = _words(
     """
-    webhook-url webhook-urls seed-phrase recovery-phrase totp-seed totp-secret
+    connection-string webhook-url webhook-urls seed-phrase recovery-phrase totp-seed totp-secret
     """
 )
 #: Words after the name of a secret that leave it one: "password_base64", "api_key_prod".
 _SUFFIXES = _words(
     """
-    v b base value str string text plain raw json hex old new backup prod production dev staging
+    v b base value str string text plain raw json hex pem old new backup prod production dev staging
     """
 )
 #: Words before "key" and "keys" in names of secrets. For other lower-case names `_COLUMNS`
@@ -230,6 +230,14 @@ _SCHEME = re.compile(
 _LOGIN = re.compile(
     r"(?P<before>(?:^|\s)(?:-u|--user|--proxy-user)[ =]['\"]?[^\s:'\"]{1,80}:)(?P<secret>[^\s'\"]+)"
 )
+#: auth=("user", "password"), and passwords after -p.
+_PAIR = re.compile(
+    r"(?P<before>\bauth\s?[=:]\s?[(\[]\s?['\"][^'\"\n]{0,80}['\"],\s?['\"])(?P<secret>[^'\"\n]+)"
+)
+_AFTER_P = re.compile(
+    r"(?P<before>\b(?:sshpass|(?:docker|podman|oras|helm registry) login|mysql\w*|mariadb\w*)\b"
+    r"[^\n|;&]{0,200}?\s-p ?['\"]?)(?P<secret>[^\s'\"]+)"
+)
 #: "Incorrect API key provided: …", "the password is …"; the value must look random.
 _IN_PROSE = re.compile(
     r"(?P<before>\b(?i:api[ -]key|(?:access|auth) token|password|secret)\b(?: \w{1,12}){0,2}?"
@@ -247,8 +255,10 @@ _ELEMENT = re.compile(
 #: NAME=value, "name": "value" (quotes may be escaped), names["name"] = "value", ("name", "value"),
 #: --name value; the name decides.
 _NAMED = re.compile(
-    r"""(?P<before>(?P<name>-{0,2}\b[^\W\d_][\w-]{1,60})"""
-    r"""(?P<between>\\{0,3}["']?\]?\s{0,3}[=:]\s{0,3}|["'],\s?(?=["'])|\s(?=[^\s-])))"""
+    r"""(?P<before>(?P<name>-{0,2}(?:\b|(?<=%\w\w))[^\W\d_][\w-]{1,60})"""
+    r"""(?P<between>\\{0,3}["']?\]?\s{0,3}(?::=|=>|[=:])\s{0,3}|"""
+    r"""%(?:22%)?3[AD](?:%20)?(?:%22)?|\\u003[ad]|"""
+    r"""["'],\s?(?=["'])|\s(?=[^\s-])))"""
     r"""(?P<mark>\\{0,3}["']?)(?P<secret>(?<=")[^"\n]*|(?<=')[^'\n]*|[^\s,;"'}\])]+)"""
 )
 
@@ -280,6 +290,10 @@ class _Hider:
         text = _SCHEME.sub(self._always, text)
         if "-u" in text:
             text = _LOGIN.sub(self._always, text)
+        if "auth" in text:
+            text = _PAIR.sub(self._always, text)
+        if " -p" in text:
+            text = _AFTER_P.sub(self._always, text)
         text = _IN_PROSE.sub(self._if_random, text)
         if _BLOCK_MARK.search(text):
             text = _BLOCK.sub(self._if_named, text)

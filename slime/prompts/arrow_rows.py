@@ -71,9 +71,17 @@ def load_file(file: str, suffix: str) -> Any:
 
     kind = {".parquet": "parquet", ".arrow": "arrow"}[suffix]
     with loading(file):
-        if kind == "parquet" and pyarrow.parquet.read_metadata(file).num_rows == 0:
-            raise UserError(f"'{file}' has no rows", fix="check how the file was written")
+        if kind == "parquet":
+            metadata = pyarrow.parquet.read_metadata(file)
+            if metadata.num_rows == 0:
+                raise UserError(f"'{file}' has no rows", fix="check how the file was written")
+            _check_names(file, metadata.schema.to_arrow_schema().names)
         return datasets.load_dataset(kind, data_files=file, split="train", cache_dir=cache_folder())
+
+
+def _check_names(file: str, names: list[str]) -> None:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"'{file}' has the column '{twice[0]}' twice", fix="rename one of them")
 
 
 def iter_parquet(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -94,6 +102,7 @@ def iter_parquet(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
             fix="it may be cut short, or a git lfs pointer (git lfs pull fetches the file)",
         ) from error
     with opened as table:
+        _check_names(file, table.schema_arrow.names)
         converts = _conversions(table.schema_arrow)
         for batch in table.iter_batches(batch_size=256):
             for row in batch.to_pylist():

@@ -17,6 +17,7 @@ as they are: a template may read them. Reading normalised messages changes nothi
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -86,6 +87,15 @@ _ARGUMENTS = ("arguments", "parameters", "input", "args")
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 #: Marks the place of an image from a row's column in a text.
 IMAGE_MARK = "<image>"
+#: Keys that hold the words of a message, in order of preference.
+_WORDS = ("content", "value", "parts")
+_LOOKS_LIKE_PARTS = re.compile(
+    r"""\s*\[\s*\{[^{]*?['"]type['"]\s*:\s*['"](?:\w*(?:text|image|audio|video)\w*|thinking|"""
+    r"""reasoning)['"]""",
+    re.DOTALL,
+)
+#: Messages that `repr` wrote of a NumPy array.
+_ARRAY = re.compile(r"""\s*(?:np\.)?array\(\[\s*\{[^{}]*?['"](?:role|from)['"]\s*:""", re.DOTALL)
 _LOOKS_LIKE_MESSAGES = re.compile(
     r"""\s*\[\s*\{.*?['"](role|from|content|value)['"]\s*:""", re.DOTALL
 )
@@ -220,15 +230,36 @@ def _of_columns(value: Mapping[str, Any], where: str) -> list[Any]:
     return [dict(zip(columns, item)) for item in zip(*columns.values(), strict=True)]
 
 
+def _listed(value: Mapping[str, Any], where: str) -> list[Any]:
+    """Return the parts or calls of a single one, or of a struct of lists.
+
+    Raises:
+        ConversationError: as `_of_columns`.
+    """
+    are_lists = bool(value) and all(isinstance(column, list) for column in value.values())
+    return _of_columns(value, where) if are_lists else [value]
+
+
+def _is_void(value: Any) -> bool:
+    """Tell whether there is nothing but null in a record, at any depth."""
+    if isinstance(value, Mapping):
+        return bool(value) and all(map(_is_void, value.values()))
+    return value is None
+
+
 def _from_text(text: str, where: str) -> Any:
     """Parse text that is a JSON list or object of messages; None for other text."""
     start = text.lstrip()[:1]
-    if start not in ("[", "{"):
+    if start == '"':  # a column that was encoded twice
+        inner = _text_in(text)
+        return None if inner is None else _from_text(inner, where)
+    if start not in ("[", "{") and not _ARRAY.match(text):
         return None
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        if not _LOOKS_LIKE_MESSAGES.match(text):
+        is_almost = _LOOKS_LIKE_MESSAGES.match(text) or _ARRAY.match(text)
+        if not is_almost and not _are_lines_of_messages(text):
             return None
         raise ConversationError(
             "a conversation as text that is not valid JSON",
@@ -245,6 +276,26 @@ def _from_text(text: str, where: str) -> Any:
         for item in items
     )
     return found if are_messages and any(map(_speaks, items)) else None
+
+
+def _are_lines_of_messages(text: str) -> bool:
+    """Tell whether each of several lines is the JSON text of a message."""
+    lines = text.strip().splitlines()
+    try:
+        items = [json.loads(line) for line in lines]
+    except (ValueError, RecursionError):
+        return False
+    return len(items) > 1 and all(isinstance(item, Mapping) and _speaks(item) for item in items)
+
+
+def _text_in(text: str) -> str | None:
+    """Decode the JSON text of a list or an object that was encoded once more; None for other
+    text."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, str) and found.lstrip()[:1] in ("[", "{") else None
 
 
 def _speaks(item: Mapping[str, Any]) -> bool:
@@ -391,6 +442,8 @@ class _MessageReader:
             said.setdefault("tool_calls", []).append(self._call(call, where))
 
     def _add_message(self, given: dict[str, Any], where: str) -> None:
+        if self._drops_nulls:
+            _check_said_once(given, where)
         wire_role = given.get("role", given.get("from"))
         wire_role = wire_role.strip() if isinstance(wire_role, str) else None
         if not wire_role:
@@ -404,7 +457,12 @@ class _MessageReader:
         role = _ROLES.get(wire_role.lower(), wire_role.lower())
         if role not in _OUR_ROLES:
             role = wire_role
-        wire = given.get("content", given.get("value", _list_of_parts(given.get("parts"))))
+        wire = next(
+            (given[key] for key in _WORDS if given.get(key) not in _NOTHING),
+            given.get("content", given.get("value", _list_of_parts(given.get("parts")))),
+        )
+        if role != "tool" and self._drops_nulls:
+            wire = _parts_as_text(wire, where, role)
         calls = self._calls(given, where)
         if wire_role.lower() in _CALLING_ROLES and isinstance(wire, str):
             calls = [*self._calls({"tool_calls": wire}, where), *calls]
@@ -471,7 +529,7 @@ class _MessageReader:
                     "a tool's result that JSON cannot write", where, str(error)
                 ) from error
             return found
-        parts = [content] if isinstance(content, Mapping) else content
+        parts = _listed(content, where) if isinstance(content, Mapping) else content
         if not isinstance(parts, list | tuple):
             raise ConversationError(
                 "content that is neither text nor a list of parts",
@@ -567,11 +625,13 @@ class _MessageReader:
     def _calls(self, given: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         calls = _decoded(given.get("tool_calls"), f"{where}.tool_calls")
         legacy = _decoded(given.get("function_call"), f"{where}.function_call")
-        found = [calls] if isinstance(calls, Mapping) else calls or []
+        found = _listed(calls, f"{where}.tool_calls") if isinstance(calls, Mapping) else calls or []
         if not isinstance(found, list | tuple):
             raise ConversationError(
                 "tool_calls that are not a list", f"{where}.tool_calls", f"found {_named(calls)}"
             )
+        if self._drops_nulls:
+            found = [call for call in found if not _is_void(call)]
         read = [
             self._call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(found)
         ]
@@ -627,6 +687,76 @@ class _MessageReader:
         given_id = call.get("id")
         read: dict[str, Any] = {} if given_id in _NOTHING else {"id": given_id}
         return read | {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
+def _check_said_once(given: Mapping[str, Any], where: str) -> None:
+    """Check that the keys of two wire forms in one message do not contradict each other.
+
+    Raises:
+        ConversationError: they do.
+    """
+    roles = {_ROLES.get(name, name) for name in _names_of(given, _SPEAKERS)}
+    words = {_plain(given[key]) for key in _WORDS if given.get(key) not in _NOTHING}
+    if len(roles) < 2 and len(words) < 2:
+        return
+    keys = _SPEAKERS if len(roles) > 1 else _WORDS
+    found = ", ".join(f"'{key}': {given[key]!r:.60}" for key in keys if key in given)
+    raise ConversationError(
+        "a message with several keys for one thing, which differ", where, found, "keep one of them"
+    )
+
+
+def _plain(content: Any) -> str:
+    """Return the words of content for a comparison; a part that is not text counts as a word."""
+    parts = content if isinstance(content, list | tuple) else [content]
+    texts = (part.get("text", part) if isinstance(part, Mapping) else part for part in parts)
+    return "".join(map(str, texts)).strip()
+
+
+def _names_of(given: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+    return [given[key].strip().lower() for key in keys if isinstance(given.get(key), str)]
+
+
+def _parts_as_text(content: Any, where: str, role: str) -> Any:
+    """Decode content that is the JSON text of a list of parts, as columnar files hold it; return
+    other content as it is.
+
+    Raises:
+        ConversationError: it is a list of parts that `str` wrote.
+    """
+    if not isinstance(content, str) or not _LOOKS_LIKE_PARTS.match(content):
+        return content
+    for decode in (json.loads, ast.literal_eval):
+        try:
+            parts = decode(content)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+        if not _are_parts(parts, with_media=role != "assistant"):
+            return content
+        if decode is json.loads:
+            return parts
+        raise ConversationError(
+            "content that is a list of parts as Python's text",
+            where,
+            f"found {content[:80]!r}",
+            "write it with json.dumps, not with str()",
+        )
+    return content
+
+
+def _are_parts(value: Any, *, with_media: bool) -> bool:
+    """Tell whether a decoded text is a list of parts. Media count in a question alone: an answer
+    may well be JSON with pictures in it."""
+    if not isinstance(value, list) or not value:
+        return False
+    for part in value:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        is_text = kind in (*_TEXT_PARTS, *_REASONING_PARTS)
+        if is_text and not isinstance(part.get("text", part.get(kind)), str):
+            return False
+        if not is_text and not (with_media and isinstance(kind, str) and _is_media(kind)):
+            return False
+    return True
 
 
 def _check_words(given: Mapping[str, Any], where: str) -> None:
@@ -925,6 +1055,11 @@ def unread_keys(messages: Messages, template: str | None, *, writes_names: bool 
         for key in LOSS_KEYS[1:]
         if key in message
     }
+    found |= {
+        f"tool_calls (of the role {message['role']})"
+        for message in messages
+        if message["role"] != "assistant" and message.get("tool_calls")
+    }
     is_named = any("name" in message and message["role"] != "tool" for message in messages)
     if is_named and not writes_names:
         found.add("name")
@@ -942,13 +1077,19 @@ def unread_part_keys(wire: Iterable[Any]) -> set[str]:
     """
     found = set()
     for message in wire:
-        if message.get("type") == "reasoning" and "role" not in message:
+        role = str(message.get("role") or message.get("from")).strip().lower()
+        if message.get("type") == "reasoning" and role == "none":
             found |= {f"{key} (of an item of reasoning)" for key in _unread(message)}
         content = message.get("content")
+        if _ROLES.get(role, role) == "tool" and not _is_parts(content):
+            continue  # a plain value
         for part in content if isinstance(content, list | tuple) else []:
             if not isinstance(part, Mapping):
                 continue
             kind = part.get("type", "text")
+            if kind in _TEXT_PARTS:
+                media = (key for key in _IMAGE_KEYS if without_nulls(part.get(key)) not in _NOTHING)
+                found |= {f"{key} (of a part of {kind})" for key in media}
             if kind == "redacted_thinking":
                 found.add("data (of a part of redacted_thinking)")
             found |= {f"{key} (of a part of {kind})" for key in _unread(part)}

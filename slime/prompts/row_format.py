@@ -236,12 +236,7 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
         prompt = parts.text(prompt)
         if not form.apply_chat_template:
             prompt = _surrounded(prompt, form, parts)
-    keys: set[str] = set()
-    if messages:
-        source = template_source(tokenizer)
-        writes_names = not source or template_form(tokenizer, **form.template_kwargs).writes_names
-        keys = unread_keys(messages, source, writes_names=writes_names)
-        keys |= unread_part_keys(conversation[0] if conversation else [])
+    keys = _unread_keys(messages, conversation, form, tokenizer)
     rendered = prompt
     remarks = [
         *of_teacher,
@@ -606,6 +601,7 @@ def _read_preference(
     label: dict[str, Any] = {} if columns.label is None else {"label": columns.read_label(row)}
     metadata = _metadata(row, form)
     read: dict[str, str | Messages] = {}
+    keys_unread: set[str] = set()
     if column is not None:
         given["prompt"] = row[column]
     parts = {name: _image_parts(form, tokenizer) for name in given}
@@ -619,7 +615,9 @@ def _read_preference(
             what = "prompt" if name == "prompt" else "answer"
             own_parts = parts[name]
             if conversation := talks[name]:
-                read[name] = _messages(conversation[0], tools, own, what, own_parts)
+                messages = _messages(conversation[0], tools, own, what, own_parts)
+                keys_unread |= _unread_keys(messages, conversation, form, tokenizer)
+                read[name] = messages
             else:
                 text = _text(value, own, what)
                 read[name] = text if own_parts is None else own_parts.text(text)
@@ -648,6 +646,7 @@ def _read_preference(
     if isinstance(prompt, list):
         remarks += [*_odd_messages(prompt), *_answered(prompt)]
     found = Prompt(prompt, [], answers | label, metadata, prompt, unread, remarks=remarks)
+    found.unread_keys = tuple(sorted(keys_unread))
     given_parts = {name: one for name, one in parts.items() if one is not None}
     if form.images is not None and given_parts:
         everything = _parts_in_order(answers, given_parts)
@@ -696,6 +695,20 @@ def _unread_columns(
     if form.images is not None:
         read = (*read, form.images.column)
     return tuple(name for name, value in row.items() if name not in read and value is not None)
+
+
+def _unread_keys(
+    messages: Messages | None, talk: tuple[list[Any], Any] | None, form: RowFormat, tokenizer: Any
+) -> set[str]:
+    """
+    Args:
+        talk: the messages as the row has them.
+    """
+    if not messages or talk is None:
+        return set()
+    source = template_source(tokenizer)
+    writes_names = not source or template_form(tokenizer, **form.template_kwargs).writes_names
+    return unread_keys(messages, source, writes_names=writes_names) | unread_part_keys(talk[0])
 
 
 def _text(value: Any, form: RowFormat, what: str = "prompt") -> str:

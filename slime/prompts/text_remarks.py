@@ -79,6 +79,14 @@ def remarks_on_text(
             "the model is given the word in place of the picture",
             "name the column of images with --multimodal-keys, or remove these rows",
         )
+    asked = [prompt] if isinstance(prompt, str) else _of_users(prompt)
+    missing = next((text for text in asked if text.strip().lower() in _NO_VALUES), None)
+    if missing is not None:
+        yield remark(
+            "have a prompt that is the name of a missing value",
+            f"the first: {missing!r}",
+            "remove these rows, if the value was missing",
+        )
     mark = _foreign_mark(_texts(prompt), tokenizer, is_templated)
     if mark:
         yield remark(
@@ -86,6 +94,10 @@ def remarks_on_text(
             f"the first has {mark!r}",
             "take the marks out, and give chat messages with --apply-chat-template",
         )
+
+
+def _of_users(messages: Messages) -> list[str]:
+    return [str(message["content"]) for message in messages if message["role"] == "user"]
 
 
 def remarks_on_answers(prompt: str | Messages, answers: Sequence[Any]) -> Iterator[RowProblem]:

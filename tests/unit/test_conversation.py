@@ -305,8 +305,11 @@ def test_items_of_responses_may_be_text() -> None:
 
 
 def test_a_conversation_written_by_str_is_refused_and_not_taken_as_words() -> None:
-    with pytest.raises(ConversationError, match="not valid JSON"):
-        conversation_in(str([USER]))
+    line = json.dumps(USER)
+    for text in (str([USER]), f"array([{USER}], dtype=object)", f"{line}\n{line}"):
+        with pytest.raises(ConversationError, match="not valid JSON"):
+            conversation_in(text)
+    assert conversation_in(f"{line}\nWhat is this?") is None
 
 
 @pytest.mark.parametrize(
@@ -547,12 +550,15 @@ def test_keys_of_parts_and_items_that_nothing_reads_are_told() -> None:
         thought,
         {"role": "assistant", "content": [hidden, said]},
     ]
-    prompt = read_prompt({"input": messages}, RowFormat(raw=True), make_tokenizer())
-    assert prompt.unread_keys == (
-        "data (of a part of redacted_thinking)",
-        "is_error (of a part of tool_result)",
-        "summary (of an item of reasoning)",
-    )
+    names = {key: None for message in messages for key in message}
+    filled = [names | message for message in messages]  # as a columnar file has them
+    for rows in (messages, filled):
+        prompt = read_prompt({"input": rows}, RowFormat(raw=True), make_tokenizer())
+        assert prompt.unread_keys == (
+            "data (of a part of redacted_thinking)",
+            "is_error (of a part of tool_result)",
+            "summary (of an item of reasoning)",
+        )
 
 
 def test_what_belongs_to_a_prompt_in_a_column_of_media_is_told() -> None:
@@ -566,3 +572,91 @@ def test_what_belongs_to_a_prompt_in_a_column_of_media_is_told() -> None:
 def test_tokens_that_the_tokenizer_lacks_are_refused() -> None:
     with pytest.raises(RowProblem, match="token ids that the tokenizer lacks"):
         read_prompt({"input": [1, 10**6]}, RowFormat(), make_tokenizer())
+
+
+@pytest.mark.parametrize("prompt", ["nan", [{"role": "user", "content": "None"}]])
+def test_a_prompt_that_is_the_name_of_a_missing_value_is_told(prompt: Any) -> None:
+    [told] = read_prompt({"input": prompt}, RowFormat(), make_tokenizer()).remarks
+    assert told.kind == "have a prompt that is the name of a missing value"
+
+
+# -- one wire form within another ------------------------------------------------------------------
+
+
+def read_rows(*messages: dict[str, Any]) -> list[dict[str, Any]]:
+    return read_messages(messages, drops_nulls=True)
+
+
+@pytest.mark.parametrize("kind", ["text", "input_text"])
+def test_parts_as_text_are_parts(kind: str) -> None:
+    parts = json.dumps([{"text": "a", "type": kind}, {"text": "b", "type": kind}])
+    [message] = read_rows({"role": "user", "content": parts})
+    assert message["content"] == "ab"
+    with pytest.raises(ConversationError, match="as Python's text"):
+        read_rows({"role": "user", "content": str(json.loads(parts))})
+    with pytest.raises(ConversationError, match="type 'image_url'"):
+        read_rows({"role": "user", "content": '[{"type": "image_url", "image_url": {}}]'})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '[{"type": "text"}]',
+        '[{"type": "textile", "text": "a"}]',
+        '[{"type": "text", "text": "a"}] is a list',
+        '{"type": "text", "text": "a"}',
+        '[{"type": "image", "url": "a.png"}, {"type": "text", "text": "a"}]',
+    ],
+)
+def test_an_answer_may_be_other_json(content: str) -> None:
+    [message] = read_rows({"role": "assistant", "content": content})
+    assert message["content"] == content
+
+
+def test_a_conversation_that_was_encoded_twice_is_one() -> None:
+    found = conversation_in(json.dumps(json.dumps([USER])))
+    assert found is not None and found[0] == [USER]
+    assert conversation_in('"hi"') is None and conversation_in('"[1]" is text') is None
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": "a", "value": "b"},
+        {"role": "user", "from": "gpt", "content": "a"},
+        {"role": "user", "content": "a", "parts": [{"text": "a"}, {"type": "file", "url": "b"}]},
+    ],
+)
+def test_keys_of_two_forms_that_contradict_each_other_are_refused(message: dict[str, Any]) -> None:
+    with pytest.raises(ConversationError, match="several keys for one thing"):
+        read_rows(message)
+
+
+def test_keys_of_two_forms_that_agree_or_are_empty_are_read() -> None:
+    said = {"role": "user", "from": "human", "content": "hi"}
+    for more in ({"value": "hi"}, {"value": ""}, {"parts": [{"type": "text", "text": "hi"}]}):
+        assert read_rows(said | more) == [USER]
+    assert read_rows({"role": "user", "content": "", "value": "hi"}) == [USER]
+
+
+def test_calls_and_parts_as_lists_of_their_fields_are_read() -> None:
+    calls = {key: [CALL[key]] for key in CALL}
+    assert read_rows({"role": "assistant", "tool_calls": calls}) == [CALLS]
+    parts = {"type": ["text", "text"], "text": ["h", "i"]}
+    assert read_rows({"role": "user", "content": parts}) == [USER]
+
+
+@pytest.mark.parametrize(
+    "calls", [[None], {"type": [], "function": []}, {"function": {"name": None, "arguments": None}}]
+)
+def test_calls_that_a_columnar_file_fills_in_are_absent(calls: Any) -> None:
+    assert read_rows(USER | {"tool_calls": calls}) == [USER]
+
+
+def test_images_and_calls_at_a_place_that_nothing_reads_are_told() -> None:
+    text = {"type": "text", "text": "hi", "image": "a.png", "image_url": {"url": None}}
+    listed = [{"a": 1}, {"a": 2}]
+    results = [{"role": role, "content": listed} for role in ("tool", "observation")]
+    messages = [CALLS | {"role": "user", "content": [text]}, *results]
+    prompt = read_prompt({"input": messages}, RowFormat(raw=True), make_tokenizer())
+    assert prompt.unread_keys == ("image (of a part of text)", "tool_calls (of the role user)")

@@ -219,6 +219,7 @@ def test_tools_may_stand_beside_the_messages(tmp_path: Path, place: str) -> None
 
 
 PAIR = {"prompt": "q", "chosen": "good", "rejected": "bad"}
+SCORED = {"role": "assistant", "content": "good", "score": 5}
 
 
 @pytest.mark.parametrize(
@@ -232,6 +233,7 @@ PAIR = {"prompt": "q", "chosen": "good", "rejected": "bad"}
         ([PAIR | {"prompt": said("q", "a")}], "prompts that end with a message of the assistant"),
         ([GOOD | {"prompt": "another"}], "another prompt in the column 'prompt'"),
         ([GOOD | {"chosen": said("q", "a", "w")}], "end with a message that nobody answers"),
+        ([PAIR | {"chosen": [SCORED], "rejected": said("q", "bad")[1:]}], "the message keys score"),
     ],
 )
 def test_pairs_that_are_rarely_meant_are_told(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -40,6 +41,12 @@ def refusal(path: Any) -> str:
         said.append(str(error.at("")) if isinstance(error, RowProblem) else str(error))
     assert said[0].partition("rows here")[2] == said[1].partition("rows here")[2]
     return said[1]
+
+
+def test_a_column_that_a_parquet_file_has_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pa.parquet.write_table(pa.table([["q"], ["1"], ["2"]], names=["p", "y", "y"]), path)
+    assert "'y' twice" in refusal(path)
 
 
 # -- JSON ------------------------------------------------------------------------------------------

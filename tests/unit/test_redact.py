@@ -319,6 +319,7 @@ _VALUE = "s3cr3tV4lue9xQzT7"
     [
         *("userpw", "root_pw", "jwt", "webhook", "slack_webhook_url", "GITHUB_PAT", "hf_tok"),
         *("api_token_v2", "api_key_prod", "password_base64", "SERVICE_CREDENTIALS_JSON"),
+        *("private_key_pem", "connection_string"),
         *("totp_seed", "seed_phrase", "пароль", "密码", "contraseña"),
     ],
 )
@@ -354,6 +355,14 @@ def test_value_of_a_named_pair() -> None:
         f"dckr_pat_{_VALUE * 2}",
         f"tvly-{_VALUE * 2}",
         f"bot12345678:AA{_VALUE * 2}",
+        f"password => '{_VALUE}'",
+        f"HF_TOKEN := {_VALUE}",
+        f"%7B%22api_key%22%3A%20%22{_VALUE}%22%7D",
+        f"https://host/?next=a%3Fapi_key%3D{_VALUE}%26b",
+        f"HF_TOKEN\\u003d{_VALUE}",
+        f"requests.get(url, auth=('me', '{_VALUE}'))",
+        f"docker login -u me -p {_VALUE} host",
+        f"sshpass -p '{_VALUE}' ssh host",
     ],
 )
 def test_other_shapes_of_secrets(text: str) -> None:
@@ -368,5 +377,11 @@ def test_a_private_key_as_an_argument_is_no_flag() -> None:
 
 
 def test_blocks_and_elements_of_other_names_stay() -> None:
-    for text in ("prompt: |\n  say hi\n", "<answer>42</answer>", "-u name", "the secret is out"):
+    for text in (
+        "prompt: |\n  say hi\n",
+        "<answer>42</answer>",
+        "-u name",
+        "the secret is out",
+        "cp -p a b",
+    ):
         assert redact_text(text) == text

@@ -114,6 +114,14 @@ def test_flags_know_the_built_in_rewards() -> None:
         ("答案是 42，不是 43。", "42", 1.0),
         ("답은 42입니다", "42", 1.0),
         ("a42", "42", 0.0),
+        ("The answer is:\n\\[\n42\n\\]\nas wanted.", "42", 1.0),
+        ("Total cost: $1,234.50", "1234.5", 1.0),
+        ("Hence x + 2 = 5, so x = 3.", "3", 1.0),
+        ("The answer is\n$$\nx = 42\n$$", "42", 1.0),
+        (r"<think>hm</think> I look. <think>\boxed{42}", "42", 0.0),
+        (r"[THINK]\boxed{41}[/THINK] It is 42", "42", 1.0),
+        (r"[THINK]\boxed{42}", "42", 0.0),
+        (r"\boxed{42}", "<answer> 42 </answer>", 1.0),
     ],
 )
 def test_math(response: str, label: Any, reward: float) -> None:
@@ -125,6 +133,7 @@ def test_boxed_math_wants_a_box_and_deepscaler_an_end_of_thinking() -> None:
     assert grade_deepscaler(r"<think>\boxed{4}", "4") == 0.0
     assert grade_deepscaler(r"<think>hm</think> \boxed{4}", "4") == 1.0
     assert grade_deepscaler("<think>hm</think> 4", "4") == 0.0
+    assert grade_deepscaler(r"<think>hm</think> <think>\boxed{4}", "4") == 0.0
 
 
 @given(
@@ -206,6 +215,8 @@ def test_dapo() -> None:
         (r"\boxed{blue}", 1, {"choices": ["red", "blue"]}, 1.0),
         ("Answer: F", "F", {"valid_letters": list("ABCDEF")}, 1.0),
         ("no letter", "C", {}, 0.0),
+        ("#### B", "B", {}, 1.0),
+        ("<answer> a </answer>", "A", {}, 1.0),
     ],
 )
 def test_gpqa(response: str, label: Any, metadata: dict[str, Any], reward: float) -> None:

@@ -88,8 +88,12 @@ _NUMBER = re.compile(
     r"(?:[-+−](?=[\d.$€£])|(?<=\s)-)?(?:\\?[$€£])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
     r"(?:[eE][-+]?\d+)?(?: ?/ ?\d+)?(?: ?\\?%)?(?!\w*[_^√])"
 )
+#: A formula on lines of its own.
+_DISPLAYED = re.compile(r"\$\$.+?\$\$|\\\[.+?\\\]", re.S)
 _CLAUSE = re.compile(r"(?i)(?:=|≈|\bis\b|\bare\b|\bequals\b|\bgives?\b|\bget\b|\bhave\b|:)\s*")
-_THEREFORE = re.compile(r"(?i)(?:so|thus|hence|therefore|then|finally)\b,? *")
+_THEREFORE = re.compile(r"(?i)\b(?:so|thus|hence|therefore|then|finally)\b,? *")
+#: "Total cost: "
+_HEAD = re.compile(r"^[A-Za-z]{3,}(?: [A-Za-z]{3,})*: +")
 _AND = re.compile(r"\s*(?:,|;|,?\s*(?:and|or))\s*")
 _REASON = re.compile(r"(?i)\s*(?:,|;|\bbecause\b|\bsince\b|\bas\b|\bnot\b|\()")
 
@@ -101,7 +105,8 @@ def _stated(text: str, label: str) -> Iterator[str]:
     is_words = isinstance(read_answer(label), Words)
     if anchors:
         rest = tail[anchors[-1].end() :].lstrip()
-        end = _SENTENCE_END.search(rest)
+        displayed = _DISPLAYED.match(rest)
+        end = _SENTENCE_END.search(rest, displayed.end() if displayed else 0)
         statement = (rest[: end.start()] if end else rest).strip()
         yield from _answers_in(statement, is_words)
         return
@@ -109,7 +114,8 @@ def _stated(text: str, label: str) -> Iterator[str]:
         yield text.strip()
         return
     has_head = re.search(r"(?<![A-Za-z])[A-Za-z]{3,} ?[:,]", text)
-    if len(text.split()) <= _SHORT and not has_head and _is_whole(text):
+    is_conclusion = has_head or _THEREFORE.search(text)
+    if len(text.split()) <= _SHORT and not is_conclusion and _is_whole(text):
         yield text
     else:
         yield from _last_in(tail)
@@ -157,7 +163,7 @@ def _last_in(tail: str) -> Iterator[str]:
     numbers = list(_NUMBER.finditer(after))
     sentences = [part for part in _SENTENCE_END.split(after) if part.strip()]
     if sentences:
-        sentence = _THEREFORE.sub("", sentences[-1].strip())
+        sentence = _concluded(_HEAD.sub("", sentences[-1].strip()))
         starts = [0, *(found.end() for found in _CLAUSE.finditer(sentence))]
         for start in [start for start in starts if len(sentence) - start <= _LONGEST_CLAUSE][
             -_MAX_CLAUSES:
@@ -169,6 +175,13 @@ def _last_in(tail: str) -> Iterator[str]:
                 return
     if numbers:
         yield numbers[-1][0].strip()
+
+
+def _concluded(sentence: str) -> str:
+    """Return what a sentence concludes: what follows its last "so" or "therefore", if that has a
+    number."""
+    *before, last = _THEREFORE.split(sentence)
+    return last if re.search(r"\d", last) else "".join([*before, last])
 
 
 def _is_whole(statement: str) -> bool:

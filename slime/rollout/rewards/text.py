@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from slime.errors import UserError
+from slime.prompts.chat_template import REASONING_MARKS
 from slime.rollout.rewards.math_answers import is_text, same_answer
 from slime.rollout.rewards.math_notation import plain_latex
 
@@ -76,39 +77,47 @@ def joined_boxes(text: str) -> str | None:
     return ", ".join(boxes)
 
 
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.S)
+
+
 def answer_in_label(label: str) -> tuple[str, bool]:
     r"""Return the answer in a label for mathematics, and whether it stands in a ``\boxed{…}``.
 
     As in a response, boxes that a comma, "and" or "or" joins are a list, and reasoning does not
-    count. Labels of GSM8K begin after "####".
+    count. Labels of GSM8K begin after "####"; others stand between ``<answer>`` tags.
 
     Example:
         >>> answer_in_label(r"<think>hm</think> \boxed{1} or \boxed{2}")
         ('1, 2', True)
     """
     text = label.rpartition("</think>")[2].rsplit("####", 1)[-1].strip()
+    if tagged := _TAGGED.fullmatch(text):
+        text = tagged[1].strip()
     boxes = joined_boxes(text)
     return (text if boxes is None else boxes).strip(), boxes is not None
 
 
 def after_thinking(text: str) -> str | None:
     """Return the text after the reasoning (``</think>`` or ``###Response``); None if it was never
-    closed."""
+    closed, or begins again."""
     for marker in ("</think>", "###Response"):
         if marker in text:
-            return text.rsplit(marker, 1)[1]
+            rest = text.rsplit(marker, 1)[1]
+            return None if "<think>" in rest else rest
     return None
 
 
 def final_text(text: str) -> str | None:
     """Return the text of a response after its reasoning; None if it never stops thinking.
 
-    Without ``<think>`` and ``</think>`` the whole response counts.
+    Without marks of reasoning (``<think>`` and ``</think>``, ``[THINK]``, ``<seed:think>``) the
+    whole response counts.
     """
-    _, closed, rest = text.rpartition("</think>")
-    if closed:
-        return rest
-    return None if "<think>" in text else text
+    for begin, end in REASONING_MARKS:
+        text = text.rpartition(end)[2]
+        if begin in text:
+            return None
+    return text
 
 
 # -- F1 --------------------------------------------------------------------------------------------
@@ -310,6 +319,7 @@ _STATEMENTS = re.compile(
         it\ is|it's|which\ is|correct\ (?:one|statement|letter)\ is|one\ is|corresponds\ to|matches|
         that\ is|leav(?:es|ing)(?:\ us\ with)?)\b
     | \b(?:therefore|thus|hence|so)\b[,:]?
+    | \#{4}
     """
 )
 _GAP = re.compile(
@@ -492,6 +502,9 @@ def _stated_letters(
         several = re.search(rf"\b{one}\W+(?:and|or)?\W*{one}\b", _unfonted(inner))
         if letter is not None or several:
             yield position, letter
+    for tagged in _TAGGED.finditer(text):
+        if (letter := _letter_of(tagged[1], letters, texts)) is not None:
+            yield tagged.start(), letter
     group = "".join(map(re.escape, letters))
     for found in _STATEMENTS.finditer(text):
         if (stated := _letter_after(text, found.end(), group)) is not None:
