@@ -88,7 +88,7 @@ def _of_format(folder: Path, kind: str, seeds: int, steps: int, found: Found) ->
             path = folder / f"{kind}-{name}-{seed}.json".lower()
             rows: Rows = json.loads(path.read_text()) if path.is_file() else []
             if len(rows) < steps:
-                rows = _run(url, places[seed], kind, seed, steps, CORRECTIONS[name])
+                rows = learn(url, places[seed], kind, seed, steps, CORRECTIONS[name])
                 path.write_text(json.dumps(rows))
             found.setdefault((kind, name), []).append(rows)
 
@@ -112,7 +112,7 @@ def _models(folder: Path, seed: int) -> dict[str, Path]:
     return places
 
 
-def _run(
+def learn(
     url: str,
     models: Mapping[str, Path],
     kind: str,

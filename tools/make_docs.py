@@ -530,6 +530,34 @@ def _family_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _not_trained_table() -> str:
+    from slime.models.not_trained import NOT_TRAINED
+
+    lines = ["| models | `model_type` | why they are refused | what a table would need |"]
+    lines.append("|---|---|---|---|")
+    for one in NOT_TRAINED:
+        types = ", ".join(f"`{name}`" for name in one.names if name == name.lower())
+        lines.append(f"| {one.models} | {types} | {one.why} | {one.needs} |")
+    return "\n".join(lines) + "\n"
+
+
+def _refused_by_sglang_table() -> str:
+    """The published models that are trained and not served by SGLang."""
+    from slime.engines.sglang.model_faults import check_model
+    from slime.errors import UserError
+    from slime.models import family_of
+
+    configs = json.loads((ROOT / "tests" / "support" / "model_configs.json").read_text())
+    lines = ["| model | with SGLang | why |", "|---|---|---|"]
+    for name, published in configs.items():
+        config = published["config"]
+        try:
+            check_model(family_of(config).model_spec(config), config)
+        except UserError as error:
+            lines.append(f"| {name} | {_with_code(error.what)} | {_with_code(error.why)} |")
+    return "\n".join(lines) + "\n"
+
+
 # -- docs/lora.md ----------------------------------------------------------------------------------
 
 _FITS = (
@@ -614,7 +642,9 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/algorithms.md": lambda: _page_with_tables(
         "docs/algorithms.md", _estimator_chooser(), _estimator_sections()
     ),
-    "docs/model-families.md": lambda: _page_with_tables("docs/model-families.md", _family_table()),
+    "docs/model-families.md": lambda: _page_with_tables(
+        "docs/model-families.md", _family_table(), _not_trained_table(), _refused_by_sglang_table()
+    ),
     "docs/flags.md": flags_page,
     "docs/hooks.md": lambda: hooks_page(
         (ROOT / "slime" / "user_code" / "hooks.py").read_text(encoding="utf-8"),

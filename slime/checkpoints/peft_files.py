@@ -654,6 +654,7 @@ def write_adapter(
     modules = table_of(spec).modules
     config = _config(whole, rank, adapters.alpha, adapters.dropout, base, modules)
     if layout == "peft-3d":
+        whole = _with_expert_modules(whole, modules)
         config |= _stacked_config(map(module_of, whole), adapters.expert_rank, adapters.alpha, rank)
         makers = _stacked(whole)
     else:
@@ -699,6 +700,7 @@ def rewrite_adapter(
     whole |= _zeros(whole, spec)
     names = family.modules
     config = _config(whole, adapter.rank, adapter.alpha, adapter.dropout, base, names)
+    whole = _with_expert_modules(whole, names)
     config |= _stacked_config(map(module_of, whole), adapter.rank, adapter.alpha, adapter.rank)
     return _write(Path(directory), config, _stacked(whole), names)
 
@@ -893,6 +895,13 @@ def _stacked_config(
     }
 
 
+def _with_expert_modules(
+    tensors: Mapping[str, torch.Tensor], names: ModuleNames
+) -> dict[str, torch.Tensor]:
+    """Name the experts as transformers' modules, which have the stacks."""
+    return {with_module(name, names.expert_module): tensor for name, tensor in tensors.items()}
+
+
 def _stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Output]:
     """Stack the experts of each layer in PEFT's layout; other tensors do not change."""
     outputs: dict[str, _Output] = {}
@@ -906,6 +915,7 @@ def _stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Output]:
             experts.setdefault(found["experts"], {})[int(found["expert"]), found["leaf"]] = module
     for module, parts in experts.items():
         leaves = {leaf for _, leaf in parts}
+        assert leaves <= set(_MLP_LEAVES), f"stacks of {leaves} are unknown"
         count = 1 + max(expert for expert, _ in parts)
         for outer, inner in ((".base_layer", ("gate_proj", "up_proj")), ("", (_DOWN,))):
             if not leaves & set(inner):

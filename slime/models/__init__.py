@@ -31,6 +31,7 @@ from slime.models.ministral3 import MINISTRAL3
 from slime.models.mistral import MISTRAL
 from slime.models.mistral3 import MISTRAL3
 from slime.models.mixtral import MIXTRAL
+from slime.models.not_trained import not_trained
 from slime.models.olmo2 import OLMO2
 from slime.models.olmo3 import OLMO3
 from slime.models.phi3 import PHI3
@@ -88,19 +89,6 @@ FAMILIES: tuple[ModelFamily, ...] = (
     QWEN3_VL,
     QWEN3_VL_MOE,
 )
-
-#: model_type or architecture of a popular family without a table → the reason.
-_NOT_TRAINED = {
-    **dict.fromkeys(
-        ("apertus", "ApertusForCausalLM"),
-        "the MLP of Apertus has no gate, and its activation xIELU has learned scalars of its own",
-    ),
-    **dict.fromkeys(
-        ("bailing_moe", "BailingMoeForCausalLM", "bailing_moe_v2", "BailingMoeV2ForCausalLM"),
-        "Ling and Ring need code of their repositories; transformers has no class to compare a "
-        "table with",
-    ),
-}
 
 __all__ = [
     "FAMILIES",
@@ -171,14 +159,15 @@ def family_of(hf_config: HfConfig, model_name: str | None = None) -> ModelFamily
         return configured
     model_type = config.get("model_type")
     architectures = config.get("architectures") or []
-    names = (model_type, *architectures)
-    reason = next((_NOT_TRAINED[name] for name in names if name in _NOT_TRAINED), None)
+    known = not_trained((str(model_type), *architectures))
     raise UserError(
         f"no conversion table for model_type {model_type!r} "
         f"({', '.join(architectures) or 'no architectures'})",
-        why=reason or f"the families with tables: {_supported()}",
+        why=f"the families with tables: {_supported()}"
+        if known is None
+        else f"{known.why}. Missing: {known.needs}",
         fix="choose a model of these, or pass --model-name with a family of the same layout"
-        if reason is None
+        if known is None
         else f"choose a model of another family: {_supported()}",
     )
 

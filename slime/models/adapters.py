@@ -515,7 +515,7 @@ def is_adapter_parameter(name: str) -> bool:
     return _MEGATRON_PART in name
 
 
-_SHARED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(\w+_proj\.lora_[AB]\.weight)")
+_SHARED_EXPERTS = re.compile(r"(.*\.experts)\.(\w+\.lora_[AB]\.weight)")
 
 
 def by_expert(name: str, num_experts: int) -> Iterator[str]:

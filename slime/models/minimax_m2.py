@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime.models.decoder import decoder_spec, num_experts, sigmoid_router
-from slime.models.mixtral import MIXTRAL_NAMES
+from slime.models.mixtral import MIXTRAL_MODULES, MIXTRAL_NAMES
 from slime.models.rules import renamed
 from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, MOE_RULES, MTP_LAYERS, ModelFamily
@@ -53,4 +53,5 @@ MINIMAX_M2 = ModelFamily(
     rules=DENSE_RULES + renamed(MOE_RULES, _NAMES),
     make_spec=_spec,
     ignored=COMPUTED_BUFFERS + MTP_LAYERS,
+    modules=MIXTRAL_MODULES,
 )

@@ -12,6 +12,7 @@ from slime.models.decoder import (
     softmax_router,
     windows_everywhere,
 )
+from slime.models.nested import ModuleNames
 from slime.models.rules import renamed
 from slime.models.spec import ModelSpec, require
 from slime.models.table import DENSE_RULES, MOE_RULES, ModelFamily
@@ -32,6 +33,10 @@ MIXTRAL_NAMES = {
     ".up_proj.": ".w3.",
     ".down_proj.": ".w2.",
 }
+#: transformers' modules have the names of `MOE_RULES`.
+MIXTRAL_MODULES = ModuleNames(
+    experts=tuple((file, module) for module, file in MIXTRAL_NAMES.items())
+)
 
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
@@ -56,4 +61,5 @@ MIXTRAL = ModelFamily(
     architectures=("MixtralForCausalLM",),
     rules=DENSE_RULES + renamed(MOE_RULES, MIXTRAL_NAMES),
     make_spec=_spec,
+    modules=MIXTRAL_MODULES,
 )

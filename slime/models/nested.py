@@ -26,10 +26,13 @@ class ModuleNames:
         prefixes: (of a tensor in files, of its module), where they differ.
         beside_decoder: regular expression of the modules outside the decoder; "" for none. Their
             layers may have the decoder's last names.
+        experts: (part of a path in files, of the path in modules) of the routed experts, where they
+            differ. Files of single experts have the former, stacks of experts the latter.
     """
 
     prefixes: tuple[tuple[str, str], ...] = ()
     beside_decoder: str = ""
+    experts: tuple[tuple[str, str], ...] = ()
 
     def module(self, name: str) -> str:
         """Return the module's name for a name in files."""
@@ -37,7 +40,12 @@ class ModuleNames:
 
     def in_files(self, module: str) -> str:
         """Return the name in files of a module. A name in files stays as it is."""
+        module = _with_parts(module, ((module, file) for file, module in self.experts))
         return _with_prefix(module, ((module, file) for file, module in self.prefixes))
+
+    def expert_module(self, name: str) -> str:
+        """Return the path of an expert's layer in the modules, for its path in files."""
+        return _with_parts(name, self.experts)
 
 
 def _with_prefix(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
@@ -45,6 +53,15 @@ def _with_prefix(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
         if name.startswith(old):
             return new + name.removeprefix(old)
     return name
+
+
+def _with_parts(path: str, parts: Iterable[tuple[str, str]]) -> str:
+    if ".experts." not in path:
+        return path
+    whole = path + "."
+    for old, new in parts:
+        whole = whole.replace(old, new)
+    return whole.removesuffix(".")
 
 
 SAME_NAMES = ModuleNames()

@@ -25,6 +25,7 @@ from slime.engines.adapters import FUSED_SETS
 from slime.engines.wire.buckets import TensorEntry, dtype_name
 from slime.engines.wire.expert_runs import ExpertRun
 from slime.models.adapters import AdapterConfig, Side, begins_with_zeros, peft_name
+from slime.models.layouts import ROW
 from slime.models.parameters import ModelParameters, Shape
 from slime.models.peft_config import plain_config
 
@@ -284,7 +285,7 @@ def _modules(parameters: ModelParameters, adapters: AdapterConfig) -> Iterator[t
             continue
         owner, _, leaf = path.rpartition(".")
         path = f"{owner.removesuffix('.' + str(numbers['expert']))}.{leaf}"
-        outer: tuple[Side, ...] = ("B",) if leaf == "down_proj" else ("A",)
+        outer: tuple[Side, ...] = ("B",) if rule.layout is ROW else ("A",)
         shares = adapters.experts == "shared-outer"
         shapes[path] = _Module(path, shape, spec.num_experts, outer if shares else ())
     for path, module in shapes.items():

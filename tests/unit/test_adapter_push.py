@@ -138,18 +138,28 @@ def test_a_push_that_is_repeated_replaces_what_it_had_loaded(
 
 
 @pytest.mark.parametrize("experts", ["per-expert", "shared-outer"])
-def test_experts_are_stacked(experts: str) -> None:
-    model = Model("qwen3_moe", lora_experts=experts)
+@pytest.mark.parametrize(
+    ("family", "owner", "leaves"),
+    [("qwen3_moe", "mlp", ("up_proj", "down_proj")), ("mixtral", "block_sparse_moe", ("w3", "w2"))],
+)
+def test_experts_are_stacked(
+    experts: str, family: str, owner: str, leaves: tuple[str, str]
+) -> None:
+    model = Model(family, lora_experts=experts)
     sent = laid_out(model)
-    layer = PREFIX + "mlp.experts."
+    layer = f"{PREFIX}{owner}.experts."
     count = model.spec.num_experts
-    down, up = sent[layer + "up_proj.lora_A.weight"], sent[layer + "up_proj.lora_B.weight"]
-    assert down.shape[0] == (1 if experts == "shared-outer" else count) and up.shape[0] == count
-    for expert in range(count):
-        shared = model.trained.get(layer + "up_proj.lora_A.weight")
-        own = model.trained.get(f"{layer}{expert}.up_proj.lora_A.weight", shared)
-        assert torch.equal(down[min(expert, len(down) - 1)], own)
-        assert torch.equal(up[expert], model.trained[f"{layer}{expert}.up_proj.lora_B.weight"])
+    # of the inner layers experts share A, of the outer one B
+    for leaf, shared, single in zip(leaves, "AB", "BA"):
+        outer = sent[f"{layer}{leaf}.lora_{shared}.weight"]
+        inner = sent[f"{layer}{leaf}.lora_{single}.weight"]
+        assert len(outer) == (1 if experts == "shared-outer" else count) and len(inner) == count
+        for expert in range(count):
+            whole = model.trained.get(f"{layer}{leaf}.lora_{shared}.weight")
+            own = model.trained.get(f"{layer}{expert}.{leaf}.lora_{shared}.weight", whole)
+            assert torch.equal(outer[min(expert, len(outer) - 1)], own)
+            alone = model.trained[f"{layer}{expert}.{leaf}.lora_{single}.weight"]
+            assert torch.equal(inner[expert], alone)
     assert sum(t.count_nonzero() for t in sent.values()) == sum(
         t.count_nonzero() for t in model.trained.values()
     )

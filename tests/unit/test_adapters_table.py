@@ -32,6 +32,7 @@ from slime.models.parameters import ModelParameters
 from slime.models.peft_config import CONFIG
 from slime.models.spec import ModelSpec
 from slime.models.table import ModelFamily
+from slime.run.preflight import warn_of_experts_without_adapters
 from tests.support.hf_configs import ARCHITECTURES, PUBLISHED, config_of
 from tests.support.trainer_ranks import tiny_spec
 
@@ -288,3 +289,27 @@ def test_an_adapter_to_start_from_is_looked_at_before_the_launch(tmp_path: Path)
         check_adapter(tmp_path)
     (tmp_path / WEIGHTS).touch()
     check_adapter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "warns"),
+    [
+        ("qwen3_5_moe_text", (), True),
+        ("gpt_oss", ("all-linear",), True),
+        ("gpt_oss", ("q_proj",), False),
+        ("qwen3_moe", (), False),
+    ],
+)
+def test_experts_that_get_no_adapter_are_told(
+    family: str,
+    targets: tuple[str, ...],
+    warns: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of(family)))
+    config = make_config(hf_checkpoint=str(tmp_path), lora_rank=8, lora_target_modules=targets)
+    warn_of_experts_without_adapters(config)
+    assert [f"experts of {family} get no adapters" in line for line in caplog.messages] == (
+        [True] * warns
+    )

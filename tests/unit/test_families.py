@@ -23,11 +23,13 @@ from slime.models import FAMILIES, family_of
 from slime.models.flops import sequence_cost
 from slime.models.mixers import mixer_of
 from slime.models.model_flags import check_model_flags, merge_transformer
+from slime.models.not_trained import NOT_TRAINED, NotTrained
 from slime.models.parameters import ModelParameters
 from slime.models.rotary import layer_frequencies
-from slime.models.spec import check_same_model
+from slime.models.spec import check_same_model, check_trainable
 from slime.trainer.megatron.moe_layer import expert_layers
 from tests.support.hf_configs import NESTED, PUBLISHED
+from tests.support.public_models import PUBLIC, public_config
 from tests.support.tiny_models import HYBRIDS, OTHER_FAMILIES, WITH_IMAGES, save_tiny
 from tests.support.trainer_ranks import make_batch
 from tests.support.trainers import gradients, trainer
@@ -431,3 +433,28 @@ def test_flags_that_agree_with_the_model() -> None:
     check_model_flags(
         make_config(kv_channels=128).megatron, family_of(deepseek).model_spec(deepseek)
     )
+
+
+def test_of_69_public_models_59_train_and_the_others_have_a_reason() -> None:
+    refused = {}
+    for name in PUBLIC:
+        config = public_config(name)
+        try:
+            family = family_of(config)
+            spec = family.model_spec(config)
+            check_trainable(spec)
+            assert dict(family.hf_tensors(spec)), name
+        except UserError as error:
+            refused[name] = error.why
+    assert (len(PUBLIC), len(PUBLIC) - len(refused)) == (69, 59)
+    assert all("Missing: " in why for why in refused.values())
+
+
+@pytest.mark.parametrize("one", NOT_TRAINED, ids=lambda one: one.models)
+def test_a_family_that_is_not_trained_has_no_table(one: NotTrained) -> None:
+    tabled = {name for family in FAMILIES for name in (*family.model_types, *family.architectures)}
+    assert not tabled & set(one.names)
+    for name in one.names:
+        with pytest.raises(UserError) as caught:
+            family_of({"model_type": name, "architectures": [name]})
+        assert one.needs in caught.value.why

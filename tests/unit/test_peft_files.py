@@ -107,6 +107,7 @@ def loaded_by_peft(base: Path, directory: Path) -> Any:
         ("qwen3_moe", {"lora_experts": "shared-outer"}),
         ("glm4_moe", {}),
         ("deepseek_v3", {}),
+        ("minimax_m2", {"lora_experts": "shared-outer", "lora_rank_by_topk": True}),
     ],
 )
 def test_peft_loads_what_is_written(
@@ -122,7 +123,7 @@ def test_peft_loads_what_is_written(
     seen = logits(model)
     with model.disable_adapter():
         assert (logits(model) - seen).abs().max() > 0.05
-    adapter = read_adapter(directory)
+    adapter = read_adapter(directory, family_of(base))
     merge_adapter(base, adapter, tmp_path / "merged")
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     torch.testing.assert_close(logits(ours), seen, rtol=1e-5, atol=1e-4)
@@ -239,6 +240,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         ("qwen3_moe", {"target_modules": [], "target_parameters": EXPERTS[1:]}),
         ("qwen3_moe", {"target_modules": ["gate_proj", "up_proj", "down_proj"]}),
         ("qwen3_moe", {"target_modules": "all-linear"}),
+        ("minimax_m2", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
     ],
 )
 def test_what_peft_saves_is_read(
@@ -247,7 +249,7 @@ def test_what_peft_saves_is_read(
     base = bases(shape)
     model = saved_by_peft(base, tmp_path / "a", **settings)
     seen = logits(model)
-    adapter = read_adapter(tmp_path / "a")
+    adapter = read_adapter(tmp_path / "a", family_of(base))
     assert adapter.base == str(base)
     assert all(
         source.shape[0 if name.endswith("A.weight") or "embedding_A" in name else 1] == adapter.rank

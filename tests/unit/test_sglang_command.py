@@ -575,6 +575,9 @@ def test_the_base_is_kept_while_engines_sleep_as_no_push_brings_it(tmp_path: Pat
             },
             "adapters of embed_tokens for inputs that are whole",
         ),
+        ({"model": "qwen3_next"}, "adapters of gated delta nets are not served by SGLang"),
+        ({"model": "mixtral"}, "--lora-exclude-modules w1 w2 w3, or --rollout-engine embedded"),
+        ({"model": "minimax_m2", "lora_experts": "shared-outer"}, "experts with Mixtral's names"),
     ],
 )
 def test_what_adapters_cannot_have_is_refused(

@@ -212,6 +212,7 @@ def test_the_spec_agrees_with_transformers_defaults() -> None:
     ("config", "reason"),
     [
         ({"model_type": "apertus"}, "xIELU"),
+        ({"architectures": ["DeciLMForCausalLM"]}, "Missing: widths per layer"),
         ({"model_type": "bailing_moe", "architectures": ["BailingMoeV2ForCausalLM"]}, "Ling"),
         ({"architectures": ["BailingMoeV2ForCausalLM"]}, "Ling"),
         ({"model_type": "mamba"}, "the families with tables: llama"),

@@ -63,6 +63,7 @@ _KV_BYTES = {"fp8_e5m2": 1, "fp8_e4m3": 1, "fp4_e2m1": 0.5}
 
 #: SGLang's expert kernels that also compute adapters of experts.
 _RUNNERS_WITH_ADAPTERS = ("triton", "marlin")
+_MIXTRAL_EXPERTS = frozenset({"w1", "w2", "w3"})
 #: Kernels that support prefills which need only few rows of the output layer.
 _BACKENDS_OF_HEAD = ("csgmv", "triton")
 
@@ -192,13 +193,18 @@ def check_adapters(config: Config, options: Mapping[str, Any], where: str = "") 
 
 def _check_adapted_layers(config: Config) -> None:
     adapters = AdapterConfig.of(config)
-    found = sorted(DELTA_PROJECTIONS & adapters.targets) if adapters is not None else []
-    if found:
-        raise UserError(
-            "adapters of gated delta nets are not served by SGLang",
-            why=f"the targets include {', '.join(found)}, which SGLang 0.5.16 gives no adapters",
-            fix=f"pass --lora-exclude-modules {' '.join(found)}, or --rollout-engine embedded",
-        )
+    targets = adapters.targets if adapters is not None else frozenset[str]()
+    for what, layers in (
+        ("gated delta nets", DELTA_PROJECTIONS),
+        ("experts with Mixtral's names", _MIXTRAL_EXPERTS),
+    ):
+        if found := sorted(layers & targets):
+            raise UserError(
+                f"adapters of {what} are not served by SGLang",
+                why=f"the targets include {', '.join(found)}, which SGLang 0.5.16 gives no "
+                "adapters",
+                fix=f"pass --lora-exclude-modules {' '.join(found)}, or --rollout-engine embedded",
+            )
 
 
 def adapter_options(
