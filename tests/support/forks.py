@@ -21,7 +21,7 @@ from typing import Any
 
 from slime.processes import preloaded
 from slime.processes.owner import die_with_parent
-from tests.support.forked_raylet import add_to_path, fork_guard
+from tests.support.forked_raylet import ForkServer, add_to_path, fork_guard, preload_stand_in
 
 #: What drivers, engines and Ray's workers import, without Ray.
 _MODULES = (
@@ -221,7 +221,7 @@ def _server(owner: int) -> tuple[str, dict[str, str]]:
     return str(path), _read_early(environment)
 
 
-class _Server(preloaded._ForkServer):
+class _Server(ForkServer):
     def _may_fork(self, request: Mapping[str, Any]) -> bool:
         env = {name: request["env"][name] for name in request["env"] if name != _PATH}
         own = {_PATH: os.environ[_PATH]} if _PATH in os.environ else {}
@@ -248,6 +248,8 @@ def _serve(path: str) -> None:
         name = argv[3:4] if argv[1] in ("-m", "-Pm") else [os.path.basename(argv[1])]
         if _DRIVERS.intersection(name):
             fork_guard()
+        elif "serve" in name and "FAKE_SGLANG_CALLS" in os.environ:
+            preload_stand_in()
         run_script(argv)
 
     preloaded._run_script = run_driver
