@@ -15,11 +15,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slime.processes import preloaded
+from slime.processes.host import environment_variable
 from slime.processes.owner import die_with_parent
 from tests.support.forked_raylet import ForkServer, add_to_path, fork_guard, preload_stand_in
 
@@ -181,6 +182,13 @@ def run_fork(
 def socket_of_forks() -> str:
     """`preloaded.VARIABLE` of a process whose servers are to be forks, too."""
     return _server(os.getpid())[0]
+
+
+@contextlib.contextmanager
+def servers_as_forks() -> Iterator[None]:
+    """Servers that this process starts within the block are forks, where their record allows it."""
+    with environment_variable(preloaded.VARIABLE, socket_of_forks()):
+        yield
 
 
 def _read_early(env: Mapping[str, str]) -> dict[str, str]:

@@ -16,9 +16,8 @@ from slime.cluster.server_process import ServerProcess
 from slime.config import Config, make_config
 from slime.engines.launch import EnginePlace
 from slime.engines.sglang.command import sglang_command
-from slime.processes import preloaded
-from slime.processes.host import PortReservation, environment_variable, reserve_port
-from tests.support.forks import socket_of_forks
+from slime.processes.host import PortReservation, reserve_port
+from tests.support.forks import servers_as_forks
 from tests.support.processes import ROOT
 
 FAKE = Path(__file__).parent / "fake_sglang"
@@ -61,7 +60,7 @@ class _Forked(ServerProcess):
     """A fork of the process that has imported what it needs (`tests.support.forks`)."""
 
     def start(self) -> None:
-        with environment_variable(preloaded.VARIABLE, socket_of_forks()):
+        with servers_as_forks():
             super().start()
 
 
