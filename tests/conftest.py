@@ -25,6 +25,7 @@ from hypothesis.internal.conjecture import providers
 from benchmarks.toy_models import FAMILIES
 from slime.processes.garbage import freeze_gc
 from tests.support import toy
+from tests.support.forks import servers_as_forks
 from tests.support.processes import Driver, StartHeld, start
 from tests.support.runs import GRPO, Run, RunResult
 
@@ -222,4 +223,11 @@ def sglang_stand_in() -> Iterator[None]:
     from tests.support.sglang_servers import sglang_installed
 
     with sglang_installed():
+        yield
+
+
+@pytest.fixture(scope="module")
+def forked_servers() -> Iterator[None]:
+    """Servers that a module's tests start in this process are forks."""
+    with servers_as_forks():
         yield

@@ -16,7 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from slime.engines.launch import LaunchSpec
@@ -26,6 +26,7 @@ from slime.processes import tree as process_tree
 _START = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 #: What `_START` is called with, by name.
 _Given = dict[str, Any]
+_CUDA_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 _TITLE = "\0".join([sys.executable, "-S", "-E", process_tree.__file__])
 _has_title = False
 
@@ -129,7 +130,16 @@ def add_to_path(value: str) -> None:
     sys.path[:0] = added
 
 
-def _preload_stand_in() -> None:
+class ForkServer(preloaded._ForkServer):
+    """One that also forks servers of engines that sleep: their setting of CUDA's allocator is read
+    where there is a GPU."""
+
+    def _may_fork(self, request: Mapping[str, Any]) -> bool:
+        env = {name: request["env"][name] for name in request["env"] if name != _CUDA_ALLOCATOR}
+        return super()._may_fork({**request, "env": env})
+
+
+def preload_stand_in() -> None:
     """Have engine actors start SGLang's stand-in as a fork, which the real one is not."""
     from slime.engines.sglang.kind import KIND
 
@@ -154,10 +164,10 @@ def _be_preloaded(words: list[str]) -> NoReturn:
     sys.orig_argv = words[script - 1 :]
     sys.argv = words[script:]
     modules = os.environ.pop(preloaded.MODULES).split(",")
-    server = preloaded._ForkServer(sys.argv[1], sys.argv[2:])
+    server = ForkServer(sys.argv[1], sys.argv[2:])
     server.load(modules)
     if "FAKE_SGLANG_CALLS" in os.environ:
-        _preload_stand_in()
+        preload_stand_in()
     sys.modules["ray._raylet"].setproctitle(" ".join(sys.orig_argv[:3]))
     request = server.serve()
     del server

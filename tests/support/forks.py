@@ -15,13 +15,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slime.processes import preloaded
+from slime.processes.host import environment_variable
 from slime.processes.owner import die_with_parent
-from tests.support.forked_raylet import add_to_path, fork_guard
+from tests.support.forked_raylet import ForkServer, add_to_path, fork_guard, preload_stand_in
 
 #: What drivers, engines and Ray's workers import, without Ray.
 _MODULES = (
@@ -183,6 +184,13 @@ def socket_of_forks() -> str:
     return _server(os.getpid())[0]
 
 
+@contextlib.contextmanager
+def servers_as_forks() -> Iterator[None]:
+    """Servers that this process starts within the block are forks, where their record allows it."""
+    with environment_variable(preloaded.VARIABLE, socket_of_forks()):
+        yield
+
+
 def _read_early(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if not name.startswith(_READ_LATER)}
 
@@ -221,7 +229,7 @@ def _server(owner: int) -> tuple[str, dict[str, str]]:
     return str(path), _read_early(environment)
 
 
-class _Server(preloaded._ForkServer):
+class _Server(ForkServer):
     def _may_fork(self, request: Mapping[str, Any]) -> bool:
         env = {name: request["env"][name] for name in request["env"] if name != _PATH}
         own = {_PATH: os.environ[_PATH]} if _PATH in os.environ else {}
@@ -248,6 +256,8 @@ def _serve(path: str) -> None:
         name = argv[3:4] if argv[1] in ("-m", "-Pm") else [os.path.basename(argv[1])]
         if _DRIVERS.intersection(name):
             fork_guard()
+        elif "serve" in name and "FAKE_SGLANG_CALLS" in os.environ:
+            preload_stand_in()
         run_script(argv)
 
     preloaded._run_script = run_driver

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -16,6 +17,7 @@ from slime.config import Config, make_config
 from slime.engines.launch import EnginePlace
 from slime.engines.sglang.command import sglang_command
 from slime.processes.host import PortReservation, reserve_port
+from tests.support.forks import servers_as_forks
 from tests.support.processes import ROOT
 
 FAKE = Path(__file__).parent / "fake_sglang"
@@ -54,6 +56,14 @@ def fake_environment(calls: Path, **more: str) -> dict[str, str]:
     return {"PYTHONPATH": path, "FAKE_SGLANG_CALLS": str(calls), **more}
 
 
+class _Forked(ServerProcess):
+    """A fork of the process that has imported what it needs (`tests.support.forks`)."""
+
+    def start(self) -> None:
+        with servers_as_forks():
+            super().start()
+
+
 @dataclass
 class FakeSGLang:
     url: str
@@ -75,11 +85,12 @@ def process_of(
     _reservations.append(reservation)
     port, calls = reservation.port, folder / f"calls-{place.number}.jsonl"
     spec = sglang_command(config, str(model), "127.0.0.1", port, place)
+    spec = dataclasses.replace(spec, is_preloaded=True)
     spec.env.update(fake_environment(calls, OMP_NUM_THREADS="1", **env))
     url = f"http://127.0.0.1:{port}"
     return FakeSGLang(
         url,
-        ServerProcess(f"engine-{place.number}", spec, url, folder / f"{place.number}.log"),
+        _Forked(f"engine-{place.number}", spec, url, folder / f"{place.number}.log"),
         calls,
     )
 

@@ -38,6 +38,8 @@ from slime.models.peft_config import CONFIG
 from tests.support.bpe_tokenizers import save_model_with_words
 from tests.support.embedded_models import save_tiny_model
 
+pytestmark = pytest.mark.usefixtures("forked_servers")
+
 
 def save_adapter(directory: Path, base: Path, seed: int = 0, **flags: Any) -> Path:
     family = family_of(base)

@@ -31,7 +31,7 @@ from tests.support.embedded_models import save_tiny_model
 from tests.support.megatron_stub import MegatronStub, random_hf
 from tests.support.sglang_servers import fake_sglang
 
-pytestmark = pytest.mark.usefixtures("sglang_stand_in")
+pytestmark = pytest.mark.usefixtures("sglang_stand_in", "forked_servers")
 
 TOKENS = list(range(5, 29))
 

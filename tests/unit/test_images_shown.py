@@ -146,6 +146,7 @@ def test_images_that_the_chat_route_refuses(
         parsed(model, content, sees=sees)
 
 
+@pytest.mark.usefixtures("forked_servers")
 def test_a_chat_sends_images_with_its_questions(tmp_path: Path) -> None:
     """To a served model whose directory says that it sees."""
     model = tmp_path / "model"

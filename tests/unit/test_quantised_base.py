@@ -188,7 +188,7 @@ class Served:
 
 @pytest.fixture(scope="module", params=["int4", pytest.param("fp8", marks=pytest.mark.full)])
 def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forked_servers: None
 ) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
     int4 = Quantisation("compressed-tensors", Int4(16), INT4.ignore)

@@ -262,8 +262,11 @@ def install(args: argparse.Namespace) -> None:
     for name in ("from_tensor", "from_distributed", "from_disk", "join_group", "leave_group"):
         method = getattr(updater, name)
         setattr(WeightUpdater, name, lambda own, body, method=method: method(own, body))
-    from slime.embedded import server as embedded  # its routes take the methods as they are now
+    from slime.embedded import control_routes
+    from slime.embedded import server as embedded
 
+    # its routes take the methods as they are now; a fork has imported it before
+    importlib.reload(control_routes)
     plain, calls, released = embedded._errors, Calls(args), set[str]()
     is_paused = False
 
