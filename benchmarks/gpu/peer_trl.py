@@ -1,6 +1,7 @@
 """A colocated GRPO step of TRL with vLLM against one of this loop: one GPU, the same work.
 
-    pip install "trl[vllm]==1.16.0" "vllm==0.25.1"     # in an environment of its own
+    # in an environment of its own; without flash-attn-4 there, --attention sdpa
+    pip install "trl[vllm]==1.16.0" "vllm==0.25.1"
     python -m benchmarks.gpu.peer_trl --trl-python ENV/bin/python --models MODELS --steps 5 \\
         --out peer.jsonl \\
         --engine-flags "--attention-backend fa3 --sampling-backend pytorch --grammar-backend none"
