@@ -71,11 +71,6 @@ def phases(found: dict[str, float], step: float) -> dict[str, float]:
     return {**named, "other": prepare - sum(named.values()), "train": step - prepare, "step": step}
 
 
-def coin(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """The same for the same response: random weights have nothing better to be judged by."""
-    return [float(sum(ids) % 2) for ids in completion_ids]
-
-
 def run(settings: dict[str, Any], check: bool) -> None:
     import torch
     from transformers import AutoTokenizer, TrainerCallback
@@ -88,14 +83,15 @@ def run(settings: dict[str, Any], check: bool) -> None:
         return
     from datasets import Dataset
 
-    profiling.ProfilingContext = Phase
+    vars(profiling)["ProfilingContext"] = Phase
     lengths: list[int] = []
 
-    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
         lengths.extend(map(len, completion_ids))
-        return coin(completion_ids)
+        # the same for the same response: random weights have nothing better to be judged by
+        return [float(sum(ids) % 2) for ids in completion_ids]
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
+    class Clock(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             seconds.clear()
             lengths.clear()
