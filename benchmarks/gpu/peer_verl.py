@@ -28,7 +28,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -199,7 +199,7 @@ def measure_verl(args: argparse.Namespace, model: Path, folder: Path, case: str)
         RuntimeError: it failed; its last lines are on stderr.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    metrics, log = folder / "metrics.jsonl", folder / "log.txt"
+    metrics = folder / "metrics.jsonl"
     data, tokenizer = write_data(args, folder), write_tokenizer(model, folder)
     words = overrides(args, model, tokenizer, data, bypass=case == "verl-bypass")
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *words]
@@ -207,28 +207,12 @@ def measure_verl(args: argparse.Namespace, model: Path, folder: Path, case: str)
     ended = threading.Event()
     clock = threading.Thread(target=_note_arrivals, args=(metrics, arrivals, ended), daemon=True)
     started = time.monotonic()
-    with open(log, "wb") as output:
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment(metrics), stdout=output, stderr=output
-        )
-        clock.start()
-        try:
-            status = process.wait()
-        except BaseException as error:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(30)
-            process.kill()
-            if not isinstance(error, BudgetSpent) or len(arrivals) < args.warm_up + 2:
-                _show_end(log)
-                raise
-            status = 0
-        finally:
-            ended.set()
-            clock.join()
-    if status:
-        _show_end(log)
-        raise RuntimeError(f"verl ended with exit status {status}")
+    clock.start()
+    try:
+        run_peer(command, folder, environment(metrics), lambda: len(arrivals) >= args.warm_up + 2)
+    finally:
+        ended.set()
+        clock.join()
     rows = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
     rows = [row for row in rows if "timing_s/step" in row]
     found = verl_row(args, rows)
@@ -248,7 +232,7 @@ def verl_row(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> Row:
     }
     lengths = [row["response_length/mean"] for row in steady if "response_length/mean" in row]
     return {
-        **_speed(args, seconds["step"], median(lengths)),
+        **speed(args, seconds["step"], median(lengths)),
         "seconds": seconds,
         "memory_gb": max(
             (row.get("perf/max_memory_reserved_gb", 0.0) for row in rows), default=0.0
@@ -267,11 +251,6 @@ def _note_arrivals(path: Path, arrivals: list[float], ended: threading.Event) ->
             continue
         lines = path.read_bytes().count(b"\n")
         arrivals.extend([time.monotonic()] * (lines - len(arrivals)))
-
-
-def _show_end(log: Path, lines: int = 80) -> None:
-    text = log.read_text(errors="replace").splitlines()[-lines:]
-    print("\n".join(text), file=sys.stderr, flush=True)
 
 
 # -- slime -----------------------------------------------------------------------------------------
@@ -299,7 +278,7 @@ def measure_slime(args: argparse.Namespace, model: Path, folder: Path) -> Row:
         row["rollout/response_len/mean"] for row in steady if "rollout/response_len/mean" in row
     ]
     return {
-        **_speed(args, seconds["step_time"], median(lengths)),
+        **speed(args, seconds["step_time"], median(lengths)),
         "seconds": seconds,
         "raw": rows,
     }
@@ -308,7 +287,44 @@ def measure_slime(args: argparse.Namespace, model: Path, folder: Path) -> Row:
 # -- both ------------------------------------------------------------------------------------------
 
 
-def _speed(args: argparse.Namespace, step: float, length: float) -> Row:
+def run_peer(
+    command: list[str],
+    folder: Path,
+    variables: dict[str, str],
+    enough: Callable[[], bool],
+) -> None:
+    """Run the other system in ``folder``, with its output in log.txt there.
+
+    Where the time of --budget ends first, it is ended; that is no error if it had done ``enough``.
+
+    Raises:
+        RuntimeError: it failed; its last lines are on stderr.
+    """
+    log = folder / "log.txt"
+    with open(log, "wb") as output:
+        process = subprocess.Popen(command, cwd=folder, env=variables, stdout=output, stderr=output)
+        try:
+            status = process.wait()
+        except BaseException as error:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            process.kill()
+            if not isinstance(error, BudgetSpent) or not enough():
+                _show_end(log)
+                raise
+            status = 0
+    if status:
+        _show_end(log)
+        raise RuntimeError(f"{' '.join(command[:3])} ended with exit status {status}")
+
+
+def _show_end(log: Path, lines: int = 80) -> None:
+    text = log.read_text(errors="replace").splitlines()[-lines:]
+    print("\n".join(text), file=sys.stderr, flush=True)
+
+
+def speed(args: argparse.Namespace, step: float, length: float) -> Row:
     samples = args.prompts * args.samples
     prompt = len(made_up_prompts(1)[0])
     return {
@@ -321,10 +337,10 @@ def _speed(args: argparse.Namespace, step: float, length: float) -> Row:
     }
 
 
-def compare(rows: list[Row]) -> Row:
-    """Ours against the faster of verl's cases."""
+def compare(rows: list[Row], peer: str) -> Row:
+    """Ours against the fastest of the cases whose names begin with ``peer``."""
     speeds = {row["case"]: row["samples_per_second"] for row in rows if "samples_per_second" in row}
-    peers = {case: speed for case, speed in speeds.items() if case.startswith("verl")}
+    peers = {case: found for case, found in speeds.items() if case.startswith(peer)}
     if "slime" not in speeds or not peers:
         return {"skipped": "no result of one side"}
     best = max(peers, key=lambda case: peers[case])
@@ -391,7 +407,7 @@ def main(argv: list[str] | None = None) -> int:
                 else partial(measure_verl, args, model, folder / case, case)
             )
             report.case(case, measure)
-        report.case("ratio", partial(compare, report.rows))
+        report.case("ratio", partial(compare, report.rows, "verl"))
     return report.finish()
 
 
