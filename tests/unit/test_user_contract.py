@@ -62,7 +62,14 @@ from slime.user_code.hooks import (
     RolloutFnTrainOutput,
 )
 from slime.user_code.loading import FunctionFailed, load_function, makers_of_samples
-from tests.support.fake_rollout import FakeClient, FakeRewards, FakeSource, hook_args, make_state
+from tests.support.fake_rollout import (
+    FakeClient,
+    FakeRewards,
+    FakeSource,
+    FakeTokenizer,
+    hook_args,
+    make_state,
+)
 from tests.support.trainer_ranks import make_batch
 
 ME = __name__ + "."
@@ -905,7 +912,7 @@ def rolled(samples: Any) -> list[Group]:
     assert isinstance(output, RolloutFnTrainOutput)
     origin = f"'{path}' (--rollout-function-path)"
     validate_groups(output.samples, origin)
-    check_groups(output.samples, origin, 1000, None)
+    check_groups(output.samples, origin, 1000, None, FakeTokenizer())
     return output.samples
 
 
