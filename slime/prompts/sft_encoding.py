@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.errors import UserError
+from slime.errors import UserError, a_type
 from slime.log import get_logger, tell
 from slime.prompts.chat_template import (
     REASONING_MARKS,
@@ -225,7 +225,7 @@ class SftEncoding:
                 found.unread_label = messages is given and label not in (None, "")
                 return found
         if not isinstance(label, str) or not label.strip():
-            kind = "blank" if isinstance(label, str) else f"a {type(label).__name__}"
+            kind = "blank" if isinstance(label, str) else a_type(label)
             raise UserError(
                 "there is no answer to train on",
                 why="the prompt holds no assistant message, and the label is "

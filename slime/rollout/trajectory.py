@@ -27,7 +27,7 @@ from typing import Any, TypeGuard, TypeVar
 
 from slime.engines.api import EngineError
 from slime.engines.client import RequestRefused
-from slime.errors import UserError, name_and_text
+from slime.errors import UserError, a_type, name_and_text
 from slime.log import get_logger
 from slime.observe.trace import span
 from slime.rollout.generate import (
@@ -764,7 +764,7 @@ async def apply_sample_hook(
         )
     own = sample if own is None else own
     if not isinstance(own, Sample):
-        what = f"{origin} returned a {type(own).__name__}"
+        what = f"{origin} returned {a_type(own)}"
         raise FunctionFailed(what, fix="return a sample, or None to keep it")
     try:
         own.validate(origin)

@@ -55,7 +55,7 @@ def refusal(path: Any) -> str:
         ('{"a": "\\ud800"}', "half of a surrogate pair"),
         ('{"a": 01}', "Expecting ',' delimiter (column 8)"),
         ("[" * 100_000, "nested too deeply"),
-        ("3", "found a int"),
+        ("3", "found an int"),
     ],
 )
 def test_lines_that_are_refused(tmp_path: Path, line: str, said: str) -> None:

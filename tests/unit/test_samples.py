@@ -313,7 +313,7 @@ def test_rows_of_prompt_and_label(flags, prompt, tokens, text) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "label", "message"),
-    [("2+2=", None, "no answer to train on"), ("2+2=", 4, "label is a int")],
+    [("2+2=", None, "no answer to train on"), ("2+2=", 4, "label is an int")],
 )
 def test_a_row_without_an_answer_is_refused(prompt, label, message) -> None:
     with pytest.raises(UserError, match=message):

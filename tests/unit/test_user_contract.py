@@ -995,7 +995,7 @@ def test_metrics_that_are_not_finite_are_told_with_the_functions_name(
     ]
     assert len(said) == 3 and "mine/text" not in output.metrics
     DO[:] = [np.zeros(2)]  # type: ignore[list-item]
-    with pytest.raises(FunctionFailed, match=r"returned a ndarray of shape \[2\]"):
+    with pytest.raises(FunctionFailed, match=r"returned an ndarray of shape \[2\]"):
         asyncio.run(finish_rollout(flags, flags.flat(), 0, RolloutFnTrainOutput([]), 1.0))
 
 
