@@ -28,7 +28,7 @@ from slime.config.flag import option_of
 from slime.errors import UserError
 from slime.log import get_logger, tell
 from slime.models import vocab_size_of
-from slime.models.nested import decoder_config
+from slime.models.nested import context_length
 from slime.models.spec import read_hf_config
 from slime.prompts.chat_template import carries_template, template_markers
 from slime.prompts.order import MappedOrder, PromptOrder, StreamedOrder
@@ -475,11 +475,7 @@ def model_context(config: Config) -> int | None:
     file = Path(model_path) / "config.json"
     if not file.is_file():
         return None
-    model = decoder_config(read_hf_config(file))
-    positions = model.get("max_position_embeddings")
-    scaling = model.get("rope_scaling") or model.get("rope_parameters") or {}
-    is_scaled = "original_max_position_embeddings" in scaling or "factor" not in scaling
-    return None if not positions else int(positions if is_scaled else positions * scaling["factor"])
+    return context_length(read_hf_config(file))
 
 
 def max_prompt_tokens(config: Config) -> int | None:
