@@ -82,7 +82,7 @@ logger = get_logger(__name__)
 #: Learning rate above which Adam destroys a model of any size; toys learn with 4e-3.
 _HIGHEST_LR = 5e-3
 #: Number of parameters from which a model is no toy.
-_NO_TOY = 50_000_000
+_NO_TOY = 200_000_000
 
 #: Least process slots of a host without GPUs, and slots per core. More than one per core is
 #: possible, because trainer and engines alternate.

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from slime.config import make_config
+from slime.diagnosis.check import CheckFindings
 from slime.run import preflight
 from tests.support.hf_configs import PUBLISHED
 from tests.support.processes import ROOT
@@ -64,6 +65,16 @@ def test_learning_rates_far_above_the_usual_ones_are_told(
 ) -> None:
     said = warnings(folders[model], caplog, **flags)
     assert [told in line for line in said] == [True] * bool(told)
+
+
+def test_the_doctor_calls_it_a_warning_of_a_flag(folders: dict[str, Path]) -> None:
+    config = make_config(
+        hf_checkpoint=str(folders["4B"]), rollout_batch_size=4, num_rollout=1, lr=0.1
+    )
+    findings = CheckFindings("transformer-engine")
+    findings.attempt(preflight.warn_of_high_learning_rate, config)
+    (found,) = findings.all
+    assert found.trouble.name == "flag-warning" and not found.is_fatal
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
