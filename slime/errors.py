@@ -101,7 +101,8 @@ def a_type(value: object) -> str:
 
 def with_article(name: str) -> str:
     """Put "a" or "an" before the name of a type. A "u" reads as in "unit"."""
-    return f"{'an' if name[:1].lower() in tuple('aeio') else 'a'} {name}"
+    is_vowel = name[:1].lower() in tuple("aeio") or name == "ndarray"
+    return f"{'an' if is_vowel else 'a'} {name}"
 
 
 def contents_of(folder: Path) -> str:
