@@ -89,6 +89,22 @@ def first_few(names: Sequence[object], most: int = 4, between: str = ", ") -> st
     return between.join(map(str, names[:most])) + more
 
 
+def a_type(value: object) -> str:
+    """Name the type of a value with its article.
+
+    Example:
+        >>> a_type(3), a_type("3"), a_type({})
+        ('an int', 'a str', 'a dict')
+    """
+    return with_article(type(value).__name__)
+
+
+def with_article(name: str) -> str:
+    """Put "a" or "an" before the name of a type. A "u" reads as in "unit"."""
+    is_vowel = name[:1].lower() in tuple("aeio") or name == "ndarray"
+    return f"{'an' if is_vowel else 'a'} {name}"
+
+
 def contents_of(folder: Path) -> str:
     """List the first names in a folder for a message; "nothing" if there are none."""
     try:

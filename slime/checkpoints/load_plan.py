@@ -28,7 +28,7 @@ from slime.checkpoints.directory import (
 )
 from slime.config.config import Config
 from slime.config.teachers import Teacher
-from slime.errors import UserError, contents_of
+from slime.errors import UserError, a_type, contents_of
 from slime.files import read_plain
 from slime.models.peft_config import is_adapter_dir
 
@@ -476,7 +476,7 @@ def _json_damage(file: Path) -> str:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         return f"it is not JSON: {error}"
-    return "" if isinstance(found, dict) else f"it holds a {type(found).__name__}, not an object"
+    return "" if isinstance(found, dict) else f"it holds {a_type(found)}, not an object"
 
 
 _FIXES = {

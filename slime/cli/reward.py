@@ -24,7 +24,7 @@ from slime.prompts.dataset_folders import TRAINING, split_notice
 from slime.prompts.labels import label_text, written
 from slime.prompts.problems import Problems, RowProblem, missing_key
 from slime.prompts.readers import iter_rows
-from slime.prompts.row_format import RowFormat, read_prompt
+from slime.prompts.row_format import RowFormat, check_label_key, read_prompt
 from slime.rollout.finish import unused_key
 from slime.rollout.rewards.pool import RM_TYPES, RewardPool
 from slime.rollout.rewards.row_checks import RewardJudge
@@ -138,6 +138,7 @@ def _samples(
     Raises:
         UserError: some rows cannot be scored; the error counts them all.
     """
+    check_label_key(config)
     form = RowFormat.of(config)
     judge = (
         None

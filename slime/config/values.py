@@ -10,7 +10,9 @@ import os
 import re
 from typing import Any
 
+from slime.config.estimators import FACTS
 from slime.config.flag import FlagSpec
+from slime.config.preferences import PREFERENCE_FACTS
 from slime.errors import UserError
 from slime.files import repeated_key
 
@@ -130,6 +132,10 @@ def _convert_one(spec: FlagSpec, value: Any, where: str) -> Any:
         near = difflib.get_close_matches(written, choices, n=1, cutoff=0.75)
         near = near or [choice for choice in choices if choice.startswith(f"{written}_")]
         fix = f"did you mean {near[0]}?" if near else f"choose one of: {shown}"
+        if spec.dest == "loss_type" and written in PREFERENCE_FACTS:
+            fix = f"pass --loss-type preference_loss --preference-loss {written}"
+        elif spec.dest == "loss_type" and written in FACTS:
+            fix = f"pass --advantage-estimator {written}, and leave --loss-type out"
         raise UserError(
             f"{where}{spec.option} cannot be {_shown(value)}",
             why=f"the choices are: {shown}",

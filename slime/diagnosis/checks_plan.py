@@ -68,6 +68,7 @@ def trainer(case: CheckedRun, findings: CheckFindings) -> None:
     findings.attempt(preflight.check_windows, case.run)
     findings.attempt(preflight.warn_of_slow_delta_nets, case.run)
     findings.attempt(preflight.warn_of_experts_without_adapters, case.run)
+    findings.attempt(preflight.warn_of_high_learning_rate, case.run)
 
 
 def memory(case: CheckedRun, findings: CheckFindings) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from slime.errors import UserError, contents_of
+from slime.errors import UserError, a_type, contents_of
 from slime.models.layouts import DeltaNetSizes
 from slime.models.vision import VisionSpec
 
@@ -383,7 +383,7 @@ def read_hf_config(source: HfConfig) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise UserError(
             f"{path} is not the config of a model",
-            why=f"it holds a {type(data).__name__}, not an object",
+            why=f"it holds {a_type(data)}, not an object",
             fix="copy the file again",
         )
     for key, value in data.items():

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.errors import UserError
+from slime.errors import UserError, a_type
 from slime.files import repeated_key
 
 Messages = list[dict[str, Any]]
@@ -833,7 +833,7 @@ def _pick(given: Mapping[str, Any], **names: str) -> dict[str, Any]:
 
 
 def _named(value: Any) -> str:
-    return "null" if value is None else f"a {type(value).__name__}"
+    return "null" if value is None else a_type(value)
 
 
 def _decoded(value: Any, where: str) -> Any:

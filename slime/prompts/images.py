@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime import deadlines
 from slime.config.config import Config
-from slime.errors import UserError
+from slime.errors import UserError, a_type
 from slime.models import family_name, family_of
 from slime.models.spec import read_hf_config
 from slime.models.vision import ImageError, ImageSpan, VisionSpec, placeholder_runs, seeing
@@ -158,7 +158,7 @@ class ImageSources:
         if isinstance(value, bytes | bytearray):
             return bytes(value)
         if not isinstance(value, str) or not value:
-            raise ImageError(f"it is a {type(value).__name__}, not a path, bytes or base64")
+            raise ImageError(f"it is {a_type(value)}, not a path, bytes or base64")
         if value.startswith("data:"):
             return from_data_uri(value)
         if value.startswith(("http://", "https://")):

@@ -13,6 +13,7 @@ from decimal import Decimal
 from typing import Any
 
 from slime.config.groups_rollout import REWARD_TYPES
+from slime.errors import a_type
 from slime.prompts.problems import RowProblem, missing_key
 
 #: Built-in rewards that read a number as the position of a choice.
@@ -192,7 +193,7 @@ def _check_comparable(label: Any, key: str, flag: str) -> None:
             "remove these rows, or write the right answer as text",
         )
     if not (_is_number(label) or isinstance(label, (str, bool, *_DATES))):
-        found = "None" if label is None else f"a {type(label).__name__}"
+        found = "None" if label is None else a_type(label)
         if isinstance(label, dict):
             found += f" with the keys {', '.join(map(str, label))}"
         raise RowProblem(

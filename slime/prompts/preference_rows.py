@@ -12,11 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from slime.config.preferences import PREFERENCE_FACTS
 from slime.prompts.conversation import Messages
-from slime.prompts.problems import RowProblem, missing_key, remark
+from slime.prompts.problems import RowProblem, remark
 
 T = TypeVar("T")
 
+#: Columns of rows with one answer and its label, and of rows with a pair.
+_SINGLE = {"completion", "label"}
+_PAIR = {"chosen", "rejected"}
 #: Column of the prompt if --input-key is not given and its default is not a column.
 _USUAL_PROMPT = "prompt"
 #: What data sets call the score of an answer, beside the name of its column.
@@ -41,28 +45,46 @@ class PreferenceColumns:
     label: str | None = None
     prompt_required: bool = False
 
+    @property
+    def required(self) -> dict[str, str]:
+        """Flag → the column that it names, of all that a row must have."""
+        columns = {f"--{name}-key": column for name, column in self.answers.items()}
+        return columns if self.label is None else {**columns, "--label-key": self.label}
+
+    def other_form(self, row: Mapping[str, Any]) -> RowProblem | None:
+        """Return the problem of a row of preferences in the other form: one answer with a label
+        where pairs are read, or a pair where single answers are. None if it is neither."""
+        if self.label is None and row.keys() >= _SINGLE and not _PAIR & row.keys():
+            return RowProblem(
+                "are answers with a label, and the loss learns from pairs",
+                f"the keys are: {', '.join(map(str, row))}",
+                "pass --preference-loss kto, which learns from single answers; or name the "
+                "columns of a pair (--chosen-key, --rejected-key)",
+            )
+        if self.label is not None and row.keys() >= _PAIR and not row.keys() >= _SINGLE:
+            losses = [name for name, facts in PREFERENCE_FACTS.items() if facts.takes_pairs]
+            return RowProblem(
+                "are pairs of answers, and kto learns from single answers with a label",
+                f"the keys are: {', '.join(map(str, row))}",
+                f"pass --preference-loss with one of {', '.join(losses)}, which learn from pairs; "
+                "or make two rows of each, the chosen answer with the label true, the rejected "
+                "one with false",
+            )
+        return None
+
     def prompt_column(self, row: Mapping[str, Any], input_key: str) -> str | None:
         """The column that holds the prompt; None if the answers begin with the prompt."""
         if input_key in row:
             return input_key
-        if self.prompt_required:
-            raise missing_key(input_key, "--input-key", row)
         return _USUAL_PROMPT if _USUAL_PROMPT in row else None
 
     def values(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The answers as the row has them, by name."""
-        found = {}
-        for name, column in self.answers.items():
-            if column not in row:
-                raise missing_key(column, f"--{name}-key", row)
-            found[name] = row[column]
-        return found
+        return {name: row[column] for name, column in self.answers.items()}
 
     def read_label(self, row: Mapping[str, Any]) -> bool:
         """Tell whether the answer is desirable."""
         assert self.label is not None
-        if self.label not in row:
-            raise missing_key(self.label, "--label-key", row)
         value = row[self.label]
         # a column with gaps is one of floats, and each field of a CSV file is text
         verdict = _VERDICTS.get(str(value).strip().lower())

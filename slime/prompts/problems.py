@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from slime.errors import UserError
@@ -80,18 +80,37 @@ _OPTIONAL = ("label-key", "metadata-key", "tool-key")
 def missing_key(key: str, flag: str, row_keys: Iterable[str]) -> RowProblem:
     """Make the problem of a row without the column that ``flag`` names. List the row's keys, and
     suggest one with a similar or usual name."""
-    keys = [str(k) for k in row_keys]
-    usual = next((names for end, names in _USUAL.items() if flag.endswith(end)), ())
-    there = [name for name in usual if name in keys]
-    fix = f"pass {flag} with an existing column"
-    if flag.endswith(_OPTIONAL):
-        fix += ", or leave it out if there is none"
-    if near := difflib.get_close_matches(key, keys, n=1) or there:
-        fix = f"pass {flag} {shlex.quote(near[0])}"
-    if key.partition(".")[0] in keys:
-        fix = f"write the value of '{key}' into a column of its own: {flag} names whole columns"
+    return missing_keys({flag: key}, row_keys)
+
+
+def missing_keys(named: Mapping[str, str], row_keys: Iterable[str]) -> RowProblem:
+    """Make one problem of a row without several columns.
+
+    Args:
+        named: flag → the column that it names, which the row has not.
+    """
+    keys = [str(key) for key in row_keys]
+    kind = " and ".join(f"no key '{key}'" for key in named.values())
     shown = ", ".join(name if name == name.strip() and name else repr(name) for name in keys)
-    return RowProblem(f"have no key '{key}'", f"its keys are: {shown or 'none'}", fix)
+    fixes = [_column_fix(key, flag, keys) for flag, key in named.items()]
+    return RowProblem(f"have {kind}", f"its keys are: {shown or 'none'}", "; ".join(fixes))
+
+
+def usual_column(flag: str, keys: Iterable[str]) -> str | None:
+    """Return the column among ``keys`` that data sets usually have for ``flag``, if any."""
+    usual = next((names for end, names in _USUAL.items() if flag.endswith(end)), ())
+    there = set(keys)
+    return next((name for name in usual if name in there), None)
+
+
+def _column_fix(key: str, flag: str, keys: list[str]) -> str:
+    if key.partition(".")[0] in keys:
+        return f"write the value of '{key}' into a column of its own: {flag} names whole columns"
+    near = difflib.get_close_matches(key, keys, n=1)
+    if name := near[0] if near else usual_column(flag, keys):
+        return f"pass {flag} {shlex.quote(name)}"
+    fix = f"pass {flag} with an existing column"
+    return f"{fix}, or leave it out if there is none" if flag.endswith(_OPTIONAL) else fix
 
 
 @dataclass

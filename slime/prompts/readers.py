@@ -38,7 +38,7 @@ from slime.data_path import (
     split_name,
     split_slice,
 )
-from slime.errors import UserError, contents_of
+from slime.errors import UserError, a_type, contents_of
 from slime.files import repeated_key
 from slime.prompts import dataset_folders
 from slime.prompts.arrow_rows import TableRows, iter_parquet, load_file
@@ -438,7 +438,7 @@ def _parse(text: str) -> JsonRow:
     except json.JSONDecodeError as error:
         raise _invalid(f"{error.msg} (column {error.pos + 1})") from error
     if not isinstance(row, dict):
-        raise RowProblem("are not JSON objects", f"found a {type(row).__name__}")
+        raise RowProblem("are not JSON objects", f"found {a_type(row)}")
     return JsonRow(row, text)
 
 

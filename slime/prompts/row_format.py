@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slime.config.config import Config
-from slime.errors import UserError
+from slime.errors import UserError, a_type
 from slime.models.vision import placeholder_runs
 from slime.prompts.chat_template import (
     OWN_ARGUMENTS,
@@ -48,7 +48,12 @@ from slime.prompts.preference_rows import (
     odd_pair,
     with_prompt,
 )
-from slime.prompts.problems import RowProblem, missing_key, remark
+from slime.prompts.problems import (
+    RowProblem,
+    missing_keys,
+    remark,
+    usual_column,
+)
 from slime.prompts.text_remarks import remarks_on_answers, remarks_on_text, repeated_message
 from slime.samples.media import IMAGES
 from slime.user_code.overrides import follows_old_plugin
@@ -110,24 +115,9 @@ class RowFormat:
 
         Args:
             path: the data set, to which paths of images are relative; default: --prompt-data.
-        Raises:
-            UserError: the reward compares with a label, and no flag names a column of labels.
         """
         data = config.data
         reward = config.reward
-        rollout = config.rollout
-        own = (
-            reward.custom_rm_path,
-            rollout.rollout_function_path,
-            rollout.custom_generate_function_path,
-            rollout.rollout_sample_hook_path,
-        )
-        needs_labels = compares_labels(reward.rm_type) and not any(own)
-        if needs_labels and data.label_key is None and not rewards_may_be_missing(config):
-            raise UserError(
-                f"--rm-type {reward.rm_type} compares responses with labels, and there are none",
-                fix="pass --label-key with the column of the right answers",
-            )
         return RowFormat(
             input_key=data.input_key,
             label_key=data.label_key,
@@ -144,6 +134,34 @@ class RowFormat:
             tools_required=data.tool_key != "tools",
             images=ImageSources.of(config, path or data.prompt_data, config.images.multimodal_keys),
             teacher_prompt_key=config.distillation.opd_teacher_prompt_key,
+        )
+
+
+def check_label_key(config: Config, columns: Iterable[str] = ()) -> None:
+    """Check that a flag names the column of labels, if the reward compares with labels.
+
+    Args:
+        columns: those of the data, if known: one of them may be suggested.
+    Raises:
+        UserError: no flag does.
+    """
+    rollout = config.rollout
+    own = (
+        config.reward.custom_rm_path,
+        rollout.rollout_function_path,
+        rollout.custom_generate_function_path,
+        rollout.rollout_sample_hook_path,
+    )
+    rm_type = config.reward.rm_type
+    if not compares_labels(rm_type) or any(own) or config.data.label_key is not None:
+        return
+    if not rewards_may_be_missing(config):
+        name = usual_column("--label-key", columns)
+        raise UserError(
+            f"--rm-type {rm_type} compares responses with labels, and there are none",
+            fix=f"pass --label-key {name}"
+            if name
+            else "pass --label-key with the column of the right answers",
         )
 
 
@@ -208,10 +226,9 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
     Raises:
         RowProblem: a key is missing, a value has the wrong type, or the prompt is empty.
     """
+    _check_columns(row, form)
     if form.preference is not None:
         return _read_preference(row, form, form.preference, tokenizer)
-    if form.input_key not in row:
-        raise missing_key(form.input_key, form.input_flag, row)
     value = row[form.input_key]
     metadata = _metadata(row, form)
     of_teacher = _read_teacher_prompt(metadata, form)
@@ -264,6 +281,27 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
     found = Prompt(rendered, [], label, metadata, prompt, columns, tuple(sorted(keys)))
     found.remarks = remarks
     return _with_images(found, row, form, parts)
+
+
+def _check_columns(row: dict[str, Any], form: RowFormat) -> None:
+    """Check that a row has all columns that flags name.
+
+    Raises:
+        RowProblem: it lacks some; all are named.
+    """
+    required: dict[str, str] = {}
+    if form.preference is None or form.preference.prompt_required:
+        required[form.input_flag] = form.input_key
+    if form.preference is not None:
+        required |= form.preference.required
+    elif form.label_key is not None:
+        required[form.label_flag] = label_path(row, form.label_key)[0]
+    if form.metadata_required:
+        required["--metadata-key"] = form.metadata_key
+    if form.tools_required:
+        required["--tool-key"] = form.tool_key
+    if missing := {flag: key for flag, key in required.items() if key not in row}:
+        raise (form.preference and form.preference.other_form(row)) or missing_keys(missing, row)
 
 
 def _read_label(row: dict[str, Any], form: RowFormat, metadata: dict[str, Any]) -> Any:
@@ -714,7 +752,7 @@ def _unread_keys(
 def _text(value: Any, form: RowFormat, what: str = "prompt") -> str:
     key = form.input_key
     if not isinstance(value, str) and value != []:
-        kind = "None" if value is None else f"a {type(value).__name__}"
+        kind = "None" if value is None else a_type(value)
         named = "a prompt" if what == "prompt" else f"an {what}"
         kinds = "text or" if form.preference else "text,"
         ids = "" if form.preference else " or token ids"
@@ -751,17 +789,13 @@ def _messages(
 
 
 def _metadata(row: dict[str, Any], form: RowFormat) -> dict[str, Any]:
-    if form.metadata_key not in row:
-        if form.metadata_required:
-            raise missing_key(form.metadata_key, "--metadata-key", row)
-        return {}
-    value = decoded(row[form.metadata_key])
+    value = decoded(row.get(form.metadata_key))
     if value is None:
         return {}
     if not isinstance(value, dict):
         raise RowProblem(
             f"have metadata (key '{form.metadata_key}') that is not a dict",
-            f"found a {type(value).__name__}",
+            f"found {a_type(value)}",
         )
     return dict(value)
 
@@ -771,8 +805,6 @@ def _tools(row: dict[str, Any], form: RowFormat, beside: Any) -> list[dict[str, 
     Args:
         beside: tools in the same value as the messages; a column of tools takes precedence.
     """
-    if form.tool_key not in row and form.tools_required:
-        raise missing_key(form.tool_key, "--tool-key", row)
     value = row.get(form.tool_key)
     given = beside if value in (None, "", []) else value
     return read_tools(given, where=form.tool_key, drops_nulls=True)

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.errors import UserError
+from slime.errors import UserError, a_type
 from slime.log import get_logger, tell
 from slime.prompts.chat_template import (
     REASONING_MARKS,
@@ -225,7 +225,7 @@ class SftEncoding:
                 found.unread_label = messages is given and label not in (None, "")
                 return found
         if not isinstance(label, str) or not label.strip():
-            kind = "blank" if isinstance(label, str) else f"a {type(label).__name__}"
+            kind = "blank" if isinstance(label, str) else a_type(label)
             raise UserError(
                 "there is no answer to train on",
                 why="the prompt holds no assistant message, and the label is "
@@ -259,6 +259,8 @@ class SftEncoding:
     # -- conversations -----------------------------------------------------------------------------
 
     def _conversation(self, messages: Messages, tools: list[dict[str, Any]] | None) -> Encoded:
+        if self._form.end:
+            messages = [self._without_own_end(message) for message in messages]
         messages = self._form.merged(messages)
         renderer = _Renderer(self.tokenizer, self._form, messages, tools, self._kwargs)
         if "strftime_now" not in self._source and not self._form.varies:
@@ -452,6 +454,14 @@ class SftEncoding:
         if self._placeholder:
             text = text.replace(self._placeholder, "")
         return self._control.search(text) is not None
+
+    def _without_own_end(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Remove an end token from the end of an answer, behind which the template would write
+        another one."""
+        if message["role"] != "assistant":
+            return message
+        bare = self._without_end(message["content"])
+        return message if bare == message["content"].rstrip() else {**message, "content": bare}
 
     def _without_end(self, text: str) -> str:
         text = text.rstrip()

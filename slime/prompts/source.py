@@ -28,14 +28,14 @@ from slime.config.flag import option_of
 from slime.errors import UserError
 from slime.log import get_logger, tell
 from slime.models import vocab_size_of
-from slime.models.nested import decoder_config
+from slime.models.nested import context_length
 from slime.models.spec import read_hf_config
 from slime.prompts.chat_template import carries_template, template_markers
 from slime.prompts.order import MappedOrder, PromptOrder, StreamedOrder
 from slime.prompts.prepare import ALL_ROWS, Checker, RowJudge, prepare
 from slime.prompts.problems import RowProblem
 from slime.prompts.readers import iter_rows, open_rows
-from slime.prompts.row_format import Prompt, RowFormat, inputs_of, read_prompt
+from slime.prompts.row_format import Prompt, RowFormat, check_label_key, inputs_of, read_prompt
 from slime.prompts.tokenizer import generation_config_of, opening_tokens, stop_token_report
 from slime.samples.buffer import SampleBuffer, pop_first
 from slime.samples.types import Sample
@@ -411,6 +411,7 @@ def _open_order(config: Config, tokenizer: Any, judge: RowJudge | None) -> Promp
             fix="pass --prompt-data, or --disable-rollout-global-dataset when the rollout "
             "function brings its own",
         )
+    check_label_key(config)
     checker = replace(prompt_checker(config, tokenizer), judge=judge)
     options: dict[str, Any] = {"shuffle": data.rollout_shuffle, "seed": config.rollout.rollout_seed}
     if data.streaming_data:
@@ -427,8 +428,6 @@ def prompt_checker(config: Config, tokenizer: Any, path: str | None = None) -> C
 
     Args:
         path: another data set with rows of the same form.
-    Raises:
-        UserError: as `RowFormat.of`.
     """
     form = RowFormat.of(config, path)
     checker = Checker(form, tokenizer, vocab_size=vocab_size_of_run(config))
@@ -476,11 +475,7 @@ def model_context(config: Config) -> int | None:
     file = Path(model_path) / "config.json"
     if not file.is_file():
         return None
-    model = decoder_config(read_hf_config(file))
-    positions = model.get("max_position_embeddings")
-    scaling = model.get("rope_scaling") or model.get("rope_parameters") or {}
-    is_scaled = "original_max_position_embeddings" in scaling or "factor" not in scaling
-    return None if not positions else int(positions if is_scaled else positions * scaling["factor"])
+    return context_length(read_hf_config(file))
 
 
 def max_prompt_tokens(config: Config) -> int | None:

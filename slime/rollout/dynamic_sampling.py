@@ -26,7 +26,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from slime import deadlines
-from slime.errors import UserError
+from slime.errors import UserError, a_type
 from slime.log import get_logger
 from slime.rollout.filters import call_dynamic_filter, should_drop_dynamic_filter_output
 from slime.rollout.journal import Journal, RecordKind, drawn_as, is_prompt
@@ -193,7 +193,7 @@ class DynamicSampler:
             self.result.data_seconds += time.monotonic() - started
             if not isinstance(groups, list):
                 raise FunctionFailed(
-                    f"{self._source_name} gave a {type(groups).__name__}",
+                    f"{self._source_name} gave {a_type(groups)}",
                     fix="return list[group][Sample]",
                 )
         except FunctionFailed as error:

@@ -28,7 +28,7 @@ from slime.config.flags import all_flags
 from slime.config.values import check_number, convert
 from slime.config.yaml_files import load
 from slime.data_path import ROW_SUFFIXES, split_name, split_slice
-from slime.errors import UserError
+from slime.errors import UserError, a_type
 from slime.hub import local_data
 from slime.rollout.generate import sampling_params, skips_special_tokens
 
@@ -203,7 +203,7 @@ def resolved(entry: dict[str, Any], config: Config) -> dict[str, Any]:
     added = values.get("metadata_overrides", {})
     if not isinstance(added, dict):
         raise UserError(
-            f"{where}metadata_overrides is a {type(added).__name__}",
+            f"{where}metadata_overrides is {a_type(added)}",
             fix="write an object, {key: value}, or leave it out",
         )
     return values
@@ -288,7 +288,7 @@ def _entries_of_yaml(path: Path) -> Iterator[dict[str, Any]]:
     defaults = root.get("defaults") or {}
     if not isinstance(defaults, dict):
         raise UserError(
-            f"{path}: its defaults are a {type(defaults).__name__}",
+            f"{path}: its defaults are {a_type(defaults)}",
             fix="write an object, {key: value}, or leave them out",
         )
     check_keys(defaults, f"{path}, defaults", _KEYS - _PER_SET_ONLY)

@@ -325,7 +325,7 @@ class RolloutLoop:
             origin = named(path, "--rollout-function-path") if path else "the rollout"
             validate_groups(output.samples, origin)
             if custom is not None:
-                check_groups(output.samples, origin, self._vocab_size, self.args)
+                check_groups(output.samples, origin, self._vocab_size, self.args, self.tokenizer)
                 tell_of_other_sizes(output.samples, origin, self.config.rollout)
                 if self.config.sync.stale_samples != "correct":
                     check_age(output.samples, origin, versions)

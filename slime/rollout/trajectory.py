@@ -27,7 +27,7 @@ from typing import Any, TypeGuard, TypeVar
 
 from slime.engines.api import EngineError
 from slime.engines.client import RequestRefused
-from slime.errors import UserError, name_and_text
+from slime.errors import UserError, a_type, name_and_text
 from slime.log import get_logger
 from slime.observe.trace import span
 from slime.rollout.generate import (
@@ -38,6 +38,7 @@ from slime.rollout.generate import (
     note_too_long,
     prompt_token_ids,
 )
+from slime.rollout.response_text import TextCheck
 from slime.rollout.rewards.pool import RewardPool
 from slime.rollout.teachers import TeacherPool
 from slime.rollout.validate_generate_output import (
@@ -316,6 +317,7 @@ class GroupRunner:
         self.num_failures = 0
         self.num_hung = 0
         self.last_progress = time.monotonic()
+        self._check_text = TextCheck(self.state.tokenizer)
         self._hooks_turn = asyncio.Lock()
         # by id: a sample that users' code returned, and the trajectory that it became
         self._returned: dict[int, tuple[weakref.ref[Sample], Trajectory]] = {}
@@ -602,6 +604,8 @@ class GroupRunner:
             check_values(sample, origin, self.state.vocab_size, self.state.args)
             if not is_fan_out:
                 warn_of_other_prompt(sample, prompt, origin)
+            if not self.evaluation:
+                self._check_text(sample, origin)
         if not self.evaluation:
             warn_of_missing_end_token(from_text, origin, self.state)
         trajectory.samples = samples
@@ -641,6 +645,8 @@ class GroupRunner:
                 with _blaming_users_code(trajectory):
                     self._check_own(own, trajectory, origin)
                     check_values(own, origin, self.state.vocab_size, self.state.args)
+                if not self.evaluation:
+                    self._check_text(own, origin)
                 keep_identity(own, trajectory.prompt, origin)
                 own.rollout_id = trajectory_id
                 trajectory.samples[position] = own
@@ -758,7 +764,7 @@ async def apply_sample_hook(
         )
     own = sample if own is None else own
     if not isinstance(own, Sample):
-        what = f"{origin} returned a {type(own).__name__}"
+        what = f"{origin} returned {a_type(own)}"
         raise FunctionFailed(what, fix="return a sample, or None to keep it")
     try:
         own.validate(origin)

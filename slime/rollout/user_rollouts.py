@@ -10,6 +10,7 @@ from slime.config.flag import option_of
 from slime.config.groups_rollout import RolloutConfig
 from slime.errors import UserError
 from slime.log import get_logger, tell
+from slime.rollout.response_text import TextCheck
 from slime.rollout.validate_generate_output import check_distinct, check_values
 from slime.samples.frozen_fields import frozen
 from slime.samples.sample_fields import is_finite, is_number
@@ -149,16 +150,21 @@ def validate_groups(groups: list[Group], origin: str) -> None:
     )
 
 
-def check_groups(groups: list[Group], origin: str, vocab_size: int | None, args: Any) -> None:
-    """Check the values of groups that a user's rollout function returned.
+def check_groups(
+    groups: list[Group], origin: str, vocab_size: int | None, args: Any, tokenizer: Any
+) -> None:
+    """Check the values of groups that a user's rollout function returned, and compare the tokens
+    of the first samples with their text.
 
     Raises:
         UserError: tokens, log-probs or rewards that cannot be trained on; indices that are not
             distinct.
     """
+    check_text = TextCheck(tokenizer)
     for group in groups:
         for sample in group.samples:
             check_values(sample, origin, vocab_size, args)
+            check_text(sample, origin)
     check_distinct(groups, origin)
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from slime.errors import UserError, name_and_text
+from slime.errors import UserError, a_type, name_and_text
 from slime.log import get_logger, tell
 from slime.prompts.tokenizer import opening_tokens
 from slime.rollout.generate import GenerateState, prompt_token_ids
@@ -44,7 +44,7 @@ def samples_of(returned: Any, origin: str) -> list[Sample]:
     """
     samples = returned if isinstance(returned, list) else [returned]
     if not samples or not all(isinstance(sample, Sample) for sample in samples):
-        kind = "an empty list" if returned == [] else f"a {type(returned).__name__}"
+        kind = "an empty list" if returned == [] else a_type(returned)
         raise UserError(f"{origin} returned {kind}", fix="return the sample, or a list of samples")
     return samples
 

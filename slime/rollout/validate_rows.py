@@ -48,7 +48,7 @@ from slime.prompts.prepare import (
 from slime.prompts.problems import Problems, RowProblem, remark
 from slime.prompts.readers import Row, Rows, iter_rows, open_rows, split_slice
 from slime.prompts.reference_masks import mask_difference
-from slime.prompts.row_format import Prompt, left_out
+from slime.prompts.row_format import Prompt, check_label_key, left_out
 from slime.prompts.sft_encoding import Encoded, TrainedSequence, with_answer
 from slime.prompts.source import model_context, prompt_checker, vocab_size_of_run
 from slime.prompts.tokenizer import load_tokenizer
@@ -167,12 +167,27 @@ class DataReport:
 def validate_data(config: Config, tokenizer: Any) -> DataReport:
     """Check --prompt-data and all evaluation sets, and report all findings together."""
     report = DataReport()
+    _check_flags(config, report.errors)
     for data_set in _data_sets(config, tokenizer, report.errors):
         try:
             _check(data_set, config.data.num_data_workers, report)
         except UserError as error:
             report.errors.append(error)
     return report
+
+
+def _check_flags(config: Config, errors: list[UserError]) -> None:
+    """Append the error of missing labels, so that those of rows are told beside it."""
+    data = config.data
+    if not (data.rollout_global_dataset and data.prompt_data) or data.data_source_path:
+        return
+    columns: Iterable[str] = ()
+    with contextlib.suppress(UserError):  # reported where the rows are read
+        columns = next(iter_rows(data.prompt_data))[1]
+    try:
+        check_label_key(config, columns)
+    except UserError as error:
+        errors.append(error)
 
 
 def _data_sets(config: Config, tokenizer: Any, errors: list[UserError]) -> Iterator[DataSet]:
@@ -184,7 +199,7 @@ def _data_sets(config: Config, tokenizer: Any, errors: list[UserError]) -> Itera
             rows = _FirstRows(one.path) if one.is_streamed else open_rows(one.path, one.splits)
         except UserError as error:
             errors.append(error)
-        try:  # report missing flags together with a missing file
+        try:
             checker = replace(one.make_checker(tokenizer), judge=one.make_judge(tokenizer))
         except UserError as error:
             errors.append(error)

@@ -34,7 +34,7 @@ import yaml
 
 from slime import deadlines
 from slime.checkpoints.run_models import newest_model
-from slime.errors import RunFailed, UserError
+from slime.errors import RunFailed, UserError, a_type
 from slime.files import read_lines, write_atomically
 from slime.hub import local_data
 from slime.observe.notebook import LinePrinter
@@ -108,7 +108,7 @@ def train(
     """
     if not isinstance(model, str | Path):
         raise UserError(
-            f"model is a {type(model).__name__}", fix="pass the path of a Hugging Face directory"
+            f"model is {a_type(model)}", fix="pass the path of a Hugging Face directory"
         )
     settings: dict[str, Any] = {"hf_checkpoint": str(model), "save": "{run}/checkpoints"}
     if callable(reward):
@@ -117,7 +117,7 @@ def train(
         settings["custom_rm_path" if "." in reward or ":" in reward else "rm_type"] = reward
     elif reward is not None:
         raise UserError(
-            f"reward is a {type(reward).__name__}",
+            f"reward is {a_type(reward)}",
             fix="pass a function, or the name of a built-in reward",
         )
     if {"num_rollout", "num_epoch"}.isdisjoint(flags):
@@ -399,7 +399,7 @@ def _rows(data: Any) -> Any:
         return str(data)
     if not isinstance(data, Iterable) or isinstance(data, Mapping):
         raise UserError(
-            f"data is a {type(data).__name__}",
+            f"data is {a_type(data)}",
             fix="pass a path, a list of dicts, or a datasets.Dataset of one split",
         )
     rows: Any = data if _is_table(data) else list(data)
@@ -410,7 +410,7 @@ def _rows(data: Any) -> Any:
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise UserError(
-                f"a row of data is a {type(row).__name__}, no dict",
+                f"a row of data is {a_type(row)}, no dict",
                 fix="pass a list of dicts; of a table of pandas: table.to_dict('records')",
             )
         try:

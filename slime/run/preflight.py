@@ -7,6 +7,7 @@ Ray.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import itertools
 import os
@@ -49,6 +50,7 @@ from slime.hub import fetch_model, is_hub_name, local_data
 from slime.log import get_logger
 from slime.memory.hardware import gpu_majors
 from slime.models.layout_rules import check_critic_layout, check_layout
+from slime.models.layouts import Layout
 from slime.models.model_flags import check_model_flags, merge_transformer
 from slime.models.quantised import Quantisation
 from slime.models.spec import ModelSpec, read_hf_config
@@ -76,6 +78,11 @@ if TYPE_CHECKING:
     from slime.rollout.validate_rows import DataReport, DataSize
 
 logger = get_logger(__name__)
+
+#: Learning rate above which Adam destroys a model of any size; toys learn with 4e-3.
+_HIGHEST_LR = 5e-3
+#: Number of parameters from which a model is no toy.
+_NO_TOY = 200_000_000
 
 #: Least process slots of a host without GPUs, and slots per core. More than one per core is
 #: possible, because trainer and engines alternate.
@@ -522,6 +529,43 @@ def warn_of_slow_delta_nets(config: Config) -> None:
             "pip install 'slime-rl[delta-net]'",
             gap,
         )
+
+
+def warn_of_high_learning_rate(config: Config) -> None:
+    """Warn of a learning rate with which Adam destroys the model: of any model above 5e-3; of one
+    that is trained in full and is no toy, above 100 times what is usual."""
+    from slime.memory.trainer import rank_parameters
+    from slime.models import family_of
+
+    if config.megatron.optimizer_name != "adam" or config.debug.debug_rollout_only:
+        return
+    flags = config.checkpoint
+    loss = config.algorithm.loss_type
+    usual = "1e-5 to 5e-5" if loss == "sft_loss" else "5e-7 to 1e-5"
+    limit = _HIGHEST_LR
+    if config.lora.lora_rank:
+        usual = "1e-5 to 2e-4"
+    else:
+        num_parameters = 0
+        with contextlib.suppress(UserError):  # `check_architecture` reports it
+            family = family_of(str(flags.hf_checkpoint), flags.model_name)
+            spec = family.model_spec(str(flags.hf_checkpoint))
+            num_parameters = sum(held.numel for held in rank_parameters(spec, Layout(), 0))
+        if num_parameters >= _NO_TOY:
+            limit = 1e-3 if loss == "sft_loss" else 1e-4
+    rates = {"lr": config.megatron.lr}
+    if config.algorithm.needs_critic:
+        rates["critic_lr"] = config.critic.critic_lr
+    for name, rate in rates.items():
+        if rate > (limit if name == "lr" else _HIGHEST_LR):
+            logger.warning(
+                "%s %g is far above what is usual with Adam (%s), whose steps change each weight "
+                "by about the learning rate, while most weights are hundredths: the model may "
+                "soon answer nonsense; lower it, unless this is meant",
+                option_of(name),
+                rate,
+                "about 1e-5" if name == "critic_lr" else usual,
+            )
 
 
 def _trained_on_gpus_here(config: Config) -> ModelSpec | None:

@@ -29,7 +29,7 @@ import orjson
 import xxhash
 
 from slime.documentation import doc_url
-from slime.errors import UserError, name_and_text
+from slime.errors import UserError, a_type, name_and_text, with_article
 from slime.files import write_atomically
 from slime.user_code import calls as user_calls
 from slime.user_code.calls import run_in_thread, run_isolated, running
@@ -286,9 +286,7 @@ def check_signature(fn: Any, protocol: type, path: str) -> None:
             not fit; the message shows the call and the signature.
     """
     if not callable(fn):
-        raise UserError(
-            f"'{path}' is not a function but a {type(fn).__name__}", fix="name a function"
-        )
+        raise UserError(f"'{path}' is not a function but {a_type(fn)}", fix="name a function")
     if inspect.isclass(fn) and any("__call__" in vars(base) for base in fn.__mro__):
         raise UserError(
             f"'{path}' is a class, and each call would build an object of it",
@@ -593,7 +591,7 @@ def shown(value: Any, most: int = 60) -> str:
     try:
         return f"{value!r:.{most}}"
     except Exception as error:  # a user's class, or an integer of more than 4,300 digits
-        return f"a {type(value).__name__} whose repr raises {type(error).__name__}"
+        return f"{a_type(value)} whose repr raises {type(error).__name__}"
 
 
 #: Flags of functions that make training data, in the order of likely causes of an error.
@@ -643,13 +641,14 @@ def described(value: Any) -> str:
     if value is None:
         return "None"
     if hasattr(value, "shape"):
-        return f"a {kind} of shape {list(value.shape)}"
+        return f"{with_article(kind)} of shape {list(value.shape)}"
     if isinstance(value, (int, float, str, bytes)):
         return f"the {kind} {shown(value)}"
     if inspect.iscoroutine(value):
         value.close()
         return "a coroutine, as it is async"
-    return f"a {kind} of {len(value)}" if isinstance(value, (list, tuple, dict)) else f"a {kind}"
+    size = f" of {len(value)}" if isinstance(value, (list, tuple, dict)) else ""
+    return f"{with_article(kind)}{size}"
 
 
 def user_function(path: str, flag: str = "") -> Callable[..., Any]:

@@ -1,13 +1,15 @@
-"""What all unit tests share: the processes that stand for trainer ranks."""
+"""What all unit tests share: the processes that stand for trainer ranks, and a log of their own."""
 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 
 import pytest
 
+from slime import log
 from slime.processes.garbage import freeze_gc
 from tests.support.gloo_loop import share_gloo_loop
 from tests.support.trainer_ranks import Pools, fork_rank_server
@@ -39,6 +41,14 @@ def few_idle_threads() -> None:
             gc.unfreeze()  # the trainer of a fixture that lived when this was called last
         freeze_gc()  # and what is left is not looked at again
         _kept = len(os.listdir("/proc/self/task"))
+
+
+@pytest.fixture
+def fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was told yet, and records reach caplog, whatever another test configured."""
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_untold", [])
+    monkeypatch.setattr(logging.getLogger("slime"), "propagate", True)
 
 
 @pytest.fixture(scope="session")

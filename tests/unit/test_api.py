@@ -137,7 +137,7 @@ def test_data_that_is_no_data(tmp_path: Path, commands: list[list[str]], data: A
     ("arguments", "flags", "said"),
     [
         ((None, ROWS), {}, "model is a NoneType"),
-        (("m", ROWS, 5), {}, "reward is a int"),
+        (("m", ROWS, 5), {}, "reward is an int"),
         (("m", ROWS, dict), {}, "the reward cannot be called"),
         (("m", ROWS, lambda completion: 1.0), {}, "response, label, prompt, metadata, sample"),
         (("m", ROWS, lambda respone, label: 1.0), {}, "response, label, prompt, metadata, sample"),

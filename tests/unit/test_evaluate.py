@@ -368,7 +368,7 @@ def test_both_forms_of_the_file(tmp_path: Path, text: str) -> None:
             "has multimodal_keys, and the run reads no images",
         ),
         ("{datasets: [", "not valid YAML"),
-        ("{defaults: 5, datasets: [{name: a, path: x}]}", "defaults are a int"),
+        ("{defaults: 5, datasets: [{name: a, path: x}]}", "defaults are an int"),
         ("{datasets: [{name: 1, path: x}, {name: '1', path: y}]}", "given twice"),
     ],
 )

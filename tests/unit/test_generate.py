@@ -4,14 +4,12 @@ failures."""
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime import log
 from slime.engines.api import EngineError, GenerateResult
 from slime.engines.client import RequestRefused, RolloutClient
 from slime.errors import UserError
@@ -34,14 +32,6 @@ from tests.support.fake_engine import FakeEngine, answer
 from tests.support.fake_rollout import FakeClient, FakeRewards, FakeTokenizer, hook_args, make_state
 
 HOOKS = "tests.support.rollout_hooks."
-
-
-@pytest.fixture
-def fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing was told yet, and records reach caplog, whatever another test configured."""
-    monkeypatch.setattr(log, "_said", set())
-    monkeypatch.setattr(log, "_untold", [])
-    monkeypatch.setattr(logging.getLogger("slime"), "propagate", True)
 
 
 def generate_once(

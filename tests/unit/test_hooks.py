@@ -140,7 +140,7 @@ def test_functions_that_fit(flag: str, fn: Any) -> None:
             lambda args, rollout_id, samples, extra_metrics, rollout_time: None,
             "its 'args' would be the rollout_id",
         ),
-        ("custom_rm_path", 3, "is not a function but a int"),
+        ("custom_rm_path", 3, "is not a function but an int"),
         ("custom_rm_path", Callable_, "name an object: callable_ = Callable_(…)"),
         ("custom_rm_path", yields, "is a generator"),
         ("custom_generate_function_path", functools.partial(yields_later), "is a generator"),

@@ -217,7 +217,7 @@ def test_the_place_of_an_image_has_tokens_on_both_sides() -> None:
         ({"input": "<image>"}, {}, "0 images, 1 places"),
         ({"input": "<image>", "images": ["gone.png"]}, {}, "image 1 (gone.png): there is no file"),
         ({"input": "<image>", "images": ["https://x.org/a"]}, {}, "without --allow-image-urls"),
-        ({"input": "<image>", "images": [7]}, {}, "it is a int"),
+        ({"input": "<image>", "images": [7]}, {}, "it is an int"),
         (
             {"input": "<image>" * 3, "images": ["a.png"] * 3},
             {"images_per_sample": 2},

@@ -36,7 +36,7 @@ from slime.memory.plan import (
     summary,
     table,
 )
-from slime.memory.trainer import CONTEXT
+from slime.memory.trainer import CONTEXT, longest_sequence
 from slime.processes import host
 from tests.support.hf_configs import PUBLISHED
 
@@ -724,6 +724,19 @@ def test_assumptions_are_told(folders: dict[str, Path]) -> None:
         "sequences of 2024 tokens are assumed" in text
         and "mem-fraction-static is left to the engine" in text
     )
+
+
+def test_no_sequence_is_longer_than_the_models_context(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    config = PUBLISHED[DENSE]["config"] | {"max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = {"rollout_max_context_len": None, "rollout_max_response_len": 4}
+    plan = plan_of(tmp_path, **flags)
+    assert "are assumed (--rollout" not in table(plan)
+    assert longest_sequence(config_of(tmp_path, **flags)) == (64, False)
+    assert longest_sequence(config_of(tmp_path, **flags, rollout_max_prompt_len=32)) == (36, False)
+    assert longest_sequence(config_of(folders[DENSE], **flags)) == (1028, True)
 
 
 def test_what_was_measured_is_compared_with_the_plan(

@@ -155,6 +155,12 @@ GOOD = ROWS["whole conversations"]
     ("row", "told"),
     [
         ({"prompt": "q", "chosen": "good"}, "have no key 'rejected'"),
+        ({"prompt": "q"}, "have no key 'chosen' and no key 'rejected'"),
+        (
+            {"prompt": "q", "completion": "good", "label": True},
+            "are answers with a label, and the loss learns from pairs",
+        ),
+        ({"prompt": "q", "completion": "good", "label": True}, "pass --preference-loss kto"),
         ({"chosen": "good", "rejected": "bad"}, "have answers without a prompt"),
         ({"chosen": said("a", "b"), "rejected": said("x", "y")}, "share no prompt"),
         (
@@ -253,6 +259,29 @@ def test_equal_answers_are_counted_and_refused_where_there_is_nothing_else(tmp_p
     assert any("1 of 3 rows have a rejected answer that equals" in line for line in report.warnings)
     error = report_of(write_jsonl(tmp_path / "all.jsonl", [equal] * 3)).error
     assert error is not None and "3 of 3 rows have a rejected answer that equals" in str(error)
+
+
+def test_pairs_are_not_answers_of_kto(tmp_path: Path) -> None:
+    error = report_of(write_jsonl(tmp_path / "pairs.jsonl", [GOOD] * 2), "kto").error
+    assert error is not None and "2 of 2 rows are pairs of answers, and kto learns" in str(error)
+    assert "--preference-loss with one of dpo, ipo, simpo, reward_model" in str(error)
+    error = report_of(
+        write_jsonl(tmp_path / "odd.jsonl", [{"prompt": "q", "chosen": "a"}]), "kto"
+    ).error
+    assert error is not None and "have no key 'completion' and no key 'label'" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("dpo", "--loss-type preference_loss --preference-loss dpo"),
+        ("grpo", "--advantage-estimator grpo"),
+    ],
+)
+def test_the_name_of_an_algorithm_as_the_loss_type_names_its_flag(name: str, fix: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make_config(loss_type=name)
+    assert fix in caught.value.fix
 
 
 @pytest.mark.parametrize("odd", ["yes", 2, 0.5, None, [1]])

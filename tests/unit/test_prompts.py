@@ -350,7 +350,7 @@ def test_arguments_of_the_template_that_are_ours_are_refused(name: str) -> None:
         ([{"input": [{"role": "user", "content": ""}]}], {}, ["have an empty prompt"]),
         ([{"input": []}], {}, ["have an empty prompt"]),
         ([{"input": None}], {}, ["not text, chat messages or token ids", "found None"]),
-        ([{"input": 3}], {}, ["found a int"]),
+        ([{"input": 3}], {}, ["found an int"]),
         ([{"input": ["a"]}], {}, ["found a list"]),
         ([{"input": [5, -1]}], {}, ["token ids that no vocabulary has"]),
         (

@@ -62,7 +62,7 @@ def test_a_column_that_a_parquet_file_has_twice_is_refused(tmp_path: Path) -> No
         ('{"a": "\\ud800"}', "half of a surrogate pair"),
         ('{"a": 01}', "Expecting ',' delimiter (column 8)"),
         ("[" * 100_000, "nested too deeply"),
-        ("3", "found a int"),
+        ("3", "found an int"),
     ],
 )
 def test_lines_that_are_refused(tmp_path: Path, line: str, said: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime import log
 from slime.algorithms.reduce import token_weights
 from slime.config import make_config
 from slime.errors import UserError
@@ -48,14 +46,6 @@ THINKING = (
 
 
 THOUGHT = "<think>\n\n</think>\n\n"
-
-
-@pytest.fixture
-def fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing was told yet, and records reach caplog, whatever another test configured."""
-    monkeypatch.setattr(log, "_said", set())
-    monkeypatch.setattr(log, "_untold", [])
-    monkeypatch.setattr(logging.getLogger("slime"), "propagate", True)
 
 
 def config_for(**flags: Any) -> Any:
@@ -323,7 +313,7 @@ def test_rows_of_prompt_and_label(flags, prompt, tokens, text) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "label", "message"),
-    [("2+2=", None, "no answer to train on"), ("2+2=", 4, "label is a int")],
+    [("2+2=", None, "no answer to train on"), ("2+2=", 4, "label is an int")],
 )
 def test_a_row_without_an_answer_is_refused(prompt, label, message) -> None:
     with pytest.raises(UserError, match=message):

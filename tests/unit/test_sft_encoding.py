@@ -638,6 +638,21 @@ def test_what_of_an_answer_is_not_trained_is_found() -> None:
         encode(CHATML, [user(0), answer(0, content="", reasoning_content="REASON0")])
 
 
+@pytest.mark.parametrize(("name", "end"), [("CHATML", "<|im_end|>"), ("trl/gptoss", "<|return|>")])
+@pytest.mark.parametrize("blank", ["", "\n"])
+def test_an_answer_that_brings_its_own_end_is_trained_with_one(
+    name: str, end: str, blank: str
+) -> None:
+    template = CHATML if name == "CHATML" else TEMPLATES.get(name)
+    if template is None:
+        pytest.skip(f"{name} is not installed")
+    plain = encode(template, [user(0), answer(0), user(1), answer(1)])
+    brought = [answer(number, content=f"ANSWER{number}{end}{blank}") for number in range(2)]
+    encoded, texts, _ = encode(template, [user(0), brought[0], user(1), brought[1]])
+    assert encoded == plain[0]
+    assert [text.count(end) for text in texts] == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("label", "trained", "control_tokens"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import sys
 from collections import Counter, defaultdict
 
@@ -90,6 +91,12 @@ def test_docstrings_say_what_they_are_about() -> None:
         if OPENING_WORDS.match(str(doc.value).strip())
     ]
     assert found == []
+
+
+def test_messages_leave_the_article_of_a_type_to_one_function() -> None:
+    """`slime.errors.a_type`: "a {type(x).__name__}" says "a int"."""
+    written = re.compile(r"\ban? \{type\(")
+    assert [file.name for file in FILES if written.search(file.text)] == []
 
 
 def test_no_class_name_stands_in_two_files() -> None:

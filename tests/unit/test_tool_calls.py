@@ -42,6 +42,13 @@ def test_text_and_calls_of_a_whole_answer(name: str, text: str) -> None:
     assert FORMATS[name].read(text, TOOLS, ended=True) == Reply(said, (WEATHER, ADD))
 
 
+@pytest.mark.parametrize(("name", "text"), WRITTEN)
+def test_an_answer_that_is_cut_has_whole_calls_or_none(name: str, text: str) -> None:
+    for length in range(len(text)):
+        calls = FORMATS[name].read(text[:length], TOOLS, ended=True).calls
+        assert calls == (WEATHER, ADD)[: len(calls)]
+
+
 def test_glm4_writes_one_call_without_marks() -> None:
     read = FORMATS["glm4"].read
     assert read('\nweather\n{"city": "Zürich", "days": 2}', TOOLS, ended=True) == Reply(

@@ -321,6 +321,31 @@ def before_step(
             parameter.mul_(0.0)
 
 
+def steps_itself(
+    args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, opt_param_scheduler: Any
+) -> None:
+    optimizer.step()
+    if step_id:
+        opt_param_scheduler.step(increment=1)
+
+
+@pytest.mark.parametrize("hook", ["steps_itself", "before_step"])
+def test_a_hook_that_takes_a_step_of_its_own_is_told_of(
+    hook: str, caplog: pytest.LogCaptureFixture, fresh_log: None
+) -> None:
+    backend = trainer(custom_megatron_before_train_step_hook_path=hook_path(hook))
+    try:
+        backend.train(make_batch(num_steps=2))
+    finally:
+        backend.close()
+    said = [line for line in caplog.messages if ".step() itself" in line]
+    names = ["optimizer", "opt_param_scheduler"] if hook == "steps_itself" else []
+    assert len(said) == len(names)
+    for name, line in zip(names, said):
+        assert f"calls {name}.step() itself" in line
+        assert "steps_itself' (--custom-megatron-before-train-step-hook-path)" in line
+
+
 def returns_the_model(args: Any, model: Any, store_prefix: str) -> Any:
     model.clear()  # a list of its own
     return 1.0

@@ -62,7 +62,14 @@ from slime.user_code.hooks import (
     RolloutFnTrainOutput,
 )
 from slime.user_code.loading import FunctionFailed, load_function, makers_of_samples
-from tests.support.fake_rollout import FakeClient, FakeRewards, FakeSource, hook_args, make_state
+from tests.support.fake_rollout import (
+    FakeClient,
+    FakeRewards,
+    FakeSource,
+    FakeTokenizer,
+    hook_args,
+    make_state,
+)
 from tests.support.trainer_ranks import make_batch
 
 ME = __name__ + "."
@@ -905,7 +912,7 @@ def rolled(samples: Any) -> list[Group]:
     assert isinstance(output, RolloutFnTrainOutput)
     origin = f"'{path}' (--rollout-function-path)"
     validate_groups(output.samples, origin)
-    check_groups(output.samples, origin, 1000, None)
+    check_groups(output.samples, origin, 1000, None, FakeTokenizer())
     return output.samples
 
 
@@ -988,7 +995,7 @@ def test_metrics_that_are_not_finite_are_told_with_the_functions_name(
     ]
     assert len(said) == 3 and "mine/text" not in output.metrics
     DO[:] = [np.zeros(2)]  # type: ignore[list-item]
-    with pytest.raises(FunctionFailed, match=r"returned a ndarray of shape \[2\]"):
+    with pytest.raises(FunctionFailed, match=r"returned an ndarray of shape \[2\]"):
         asyncio.run(finish_rollout(flags, flags.flat(), 0, RolloutFnTrainOutput([]), 1.0))
 
 

@@ -97,6 +97,19 @@ def test_a_missing_file_is_told_as_such_and_missing_labels_besides(tmp_path: Pat
     assert "--rm-type math compares responses with labels" in error
 
 
+def test_a_missing_flag_hides_no_wrong_column_and_one_wrong_column_no_other(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"question": "1+2=", "answer": "3"}] * 2)
+    error = error_of(path, rm_type="math", label_key=None)
+    assert "2 problems with the data" in error
+    assert "--rm-type math compares responses with labels" in error
+    assert "pass --label-key answer" in error and "pass --input-key question" in error
+    assert "2 of 2 rows have no key 'input' (first: " in error and "cannot grade" not in error
+    keys = {"input_key": "ask", "label_key": "lable", "metadata_key": "meta", "tool_key": "calls"}
+    error = error_of(path, rm_type="math", **keys)
+    assert "no key 'ask' and no key 'lable' and no key 'meta' and no key 'calls'" in error
+    assert "pass --input-key question; pass --label-key answer; pass --metadata-key" in error
+
+
 @pytest.mark.parametrize(
     ("rm_type", "label", "metadata", "reason"),
     [

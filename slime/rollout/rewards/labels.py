@@ -10,7 +10,7 @@ import ast
 import re
 from typing import Any
 
-from slime.errors import UserError
+from slime.errors import UserError, a_type
 from slime.rollout.rewards.text import (
     answer_in_label,
     label_letter,
@@ -63,7 +63,7 @@ def check_label(
     if label is None or (isinstance(label, float) and label != label):
         return f"is {label}"
     if isinstance(label, (list, dict)):
-        return f"is a {type(label).__name__}, not text or a number"
+        return f"is {a_type(label)}, not text or a number"
     if isinstance(label, str) and not label.strip():
         return "is empty"
     return check(label, metadata or {})

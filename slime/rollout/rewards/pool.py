@@ -16,7 +16,7 @@ from typing import Any
 from slime import deadlines
 from slime.config.config import Config
 from slime.config.groups_rollout import REWARD_TYPES
-from slime.errors import UserError, name_and_text
+from slime.errors import UserError, a_type, name_and_text
 from slime.log import get_logger, tell
 from slime.prompts.labels import compares_labels, label_text
 from slime.rollout.rewards import instructions, reward_model
@@ -234,7 +234,7 @@ class RewardPool:
         values = as_list(values)
         is_list = isinstance(values, list)
         if not is_list or len(values) != len(samples):
-            got = f"{len(values)} rewards" if is_list else f"a {type(values).__name__}"
+            got = f"{len(values)} rewards" if is_list else a_type(values)
             raise FunctionFailed(
                 f"{self._named(path)} returned {got} for a list of {len(samples)} samples",
                 why="with --group-rm, and for samples that one trajectory fanned out into, it is "

@@ -12,7 +12,7 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.prompts.labels import compares_labels
 from slime.prompts.problems import NEVER, RowProblem, remark
-from slime.prompts.row_format import Prompt, rewards_may_be_missing
+from slime.prompts.row_format import Prompt
 from slime.rollout.eval_datasets import EvalDataset
 from slime.rollout.rewards.instructions import (
     NAME,
@@ -61,8 +61,8 @@ class RewardJudge:
         if own or unread or _makes_samples(config):
             return None
         rm_type = config.reward.rm_type
-        if compares_labels(rm_type) and data.label_key is None and rewards_may_be_missing(config):
-            rm_type = None
+        if compares_labels(rm_type) and data.label_key is None:
+            rm_type = None  # rewards may be missing, or `check_label_key` refuses the launch
         return RewardJudge(rm_type, config.reward.rm_url)
 
     @staticmethod

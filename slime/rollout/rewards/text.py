@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from slime.errors import UserError
+from slime.errors import UserError, a_type
 from slime.prompts.chat_template import REASONING_MARKS
 from slime.rollout.rewards.math_answers import is_text, same_answer
 from slime.rollout.rewards.math_notation import plain_latex
@@ -382,7 +382,7 @@ def valid_choices(metadata: dict[str, Any] | None) -> tuple[list[str], dict[str,
     texts = {str(letter).strip().upper(): text for letter, text in texts.items()}
     letters = metadata.get("valid_letters") or texts or _LETTERS
     if not isinstance(letters, str | list | tuple | dict):
-        raise _no_choices(f"'valid_letters' is a {type(letters).__name__}")
+        raise _no_choices(f"'valid_letters' is {a_type(letters)}")
     found = [str(letter).upper() for letter in letters]
     if any(len(letter) != 1 for letter in found):
         raise _no_choices(f"its letters are {', '.join(found)}, and each must be one character")
@@ -403,7 +403,7 @@ def _choice_texts(choices: Any) -> dict[str, Any]:
             return dict(zip(labels, texts))
         return {letter: text for letter, text in choices.items() if text is not None}
     if not isinstance(choices, list | tuple):
-        raise _no_choices(f"'choices' is a {type(choices).__name__}")
+        raise _no_choices(f"'choices' is {a_type(choices)}")
     if all(isinstance(one, dict) for one in choices):
         if not all("label" in one and "text" in one for one in choices):
             raise _no_choices(f"the keys of the first are {', '.join(map(str, choices[0]))}")

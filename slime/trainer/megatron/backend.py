@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slime.config.config import Config
+from slime.config.flag import option_of
 from slime.config.teachers import SELF
 from slime.errors import UserError
 from slime.log import get_logger
@@ -64,6 +65,7 @@ from slime.trainer.records import (
 )
 from slime.trainer.role import CRITIC, POLICY, REFERENCE, Role, policy_loss, roles_of, teacher_role
 from slime.trainer.update import ByPosition, Update, evaluate, update
+from slime.user_code.loading import named
 from slime.weights.canary import canary_tokens
 from slime.weights.source import collect_adapters, save_hf, save_reward_model
 
@@ -708,15 +710,19 @@ class MegatronBackend(TrainerProcess):
             self.routing.prepare(batch, packed, "train", gradient_scale)
         # with float32 parameters .grad is the gradient buffer itself; it would be added to itself
         self.optimizer.zero_grad()
-        self._call_hook(
-            "custom_megatron_before_train_step_hook_path",
-            self.config.train.custom_megatron_before_train_step_hook_path,
-            batch.rollout_id,
-            step_id,
-            self.model_chunks[:],
-            self.optimizer,
-            self.scheduler,
-        )
+        if path := self.config.train.custom_megatron_before_train_step_hook_path:
+            flag = "custom_megatron_before_train_step_hook_path"
+            origin = named(path, option_of(flag))
+            with optimizer.telling_of_steps(self.optimizer, self.scheduler, origin):
+                self._call_hook(
+                    flag,
+                    path,
+                    batch.rollout_id,
+                    step_id,
+                    self.model_chunks[:],
+                    self.optimizer,
+                    self.scheduler,
+                )
         loss_type = policy_loss(self.config)
 
         def loss_of(

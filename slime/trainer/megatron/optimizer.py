@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -34,7 +35,7 @@ from torch import nn
 from slime.checkpoints.megatron_names import Placement, global_parameters, unwrapped
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.log import get_logger
+from slime.log import get_logger, tell
 from slime.models.vision import frozen_parts
 from slime.processes.json_collectives import all_gather
 from slime.samples.batch import StepPlan
@@ -386,6 +387,44 @@ def _schedule_lengths(config: Config, num_rollout: int | None) -> tuple[int, int
             fix="lower --lr-warmup-iters, or raise --lr-decay-iters",
         )
     return warmup, max(decay, warmup + 1), total
+
+
+@contextmanager
+def telling_of_steps(
+    optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, origin: str
+) -> Iterator[None]:
+    """Within the block a user's function runs; warn once if it steps optimizer or scheduler.
+
+    The trainer takes a step behind each function, so that a second one is applied to every batch.
+
+    Args:
+        origin: name of the function in messages.
+    """
+    before = _steps_taken(optimizer), scheduler.num_steps
+    yield
+    after = _steps_taken(optimizer), scheduler.num_steps
+    for name, count in zip(("optimizer", "opt_param_scheduler"), map(operator.sub, after, before)):
+        if count > 0:
+            tell(
+                logger,
+                "%s calls %s.step() itself (%g more): the trainer calls it too in each step, so "
+                "that weights or the learning rate change twice; leave the call out",
+                origin,
+                name,
+                count,
+                once=f"extra step {name} {origin}",
+            )
+
+
+def _steps_taken(optimizer: MegatronOptimizer) -> float:
+    """Return the steps that the optimizer has counted; 0 if it counts none, as SGD."""
+    counts = [0.0]
+    for inner in torch_optimizers(optimizer):
+        state: dict[str, Any] = next(iter(inner.state.values()), {})
+        counts.append(float(state.get("step") or 0.0))
+        # Transformer Engine's Adam counts per group
+        counts += [float(group.get("step") or 0.0) for group in inner.param_groups[:1]]
+    return max(counts)
 
 
 def reset_moments(optimizer: MegatronOptimizer) -> None:

@@ -45,7 +45,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slime.errors import UserError
+from slime.errors import UserError, a_type
 from slime.user_code.loading import user_function
 
 Build = Callable[[bool, bool, int | None], Any]
@@ -92,7 +92,7 @@ def provided(
         model = user_function(path, "--custom-model-provider-path")(first, last, vp_stage=vp_stage)
     if not isinstance(model, wanted):
         raise UserError(
-            f"'{path}' returned a {type(model).__name__}",
+            f"'{path}' returned {a_type(model)}",
             why=f"the trainer needs a {wanted.__name__}, whose forward pass takes packed "
             "micro-batches",
             fix="start from slime.trainer.megatron.provider.default_model(pre_process, "
@@ -170,7 +170,7 @@ def specified_layers(
         )
     if not isinstance(found, TransformerBlockSubmodules):
         raise UserError(
-            f"--spec {' '.join(spec)} gave a {type(found).__name__}",
+            f"--spec {' '.join(spec)} gave {a_type(found)}",
             why="the trainer needs TransformerBlockSubmodules, or a ModuleSpec that all layers "
             "share",
             fix="start from slime.trainer.megatron.provider.default_layer_spec(args, config, "
