@@ -27,30 +27,30 @@ FILES = read_package(ROOT / "slime")
 BUDGETS = {
     "agents": 1_630,
     "algorithms": 1_406,  # four estimators, sampling masks, divergences, formulas for the docs
-    "checkpoints": 4_967,  # MXFP4, reward models, names of PEFT, adapters of a critic
-    "cli": 2_766,  # plan, launch, compare, images in a chat, flags and adapters without effect
-    "cluster": 4_838,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
+    "checkpoints": 4_941,  # MXFP4, reward models, names of PEFT, adapters of a critic
+    "cli": 2_767,  # plan, launch, compare, images in a chat, flags and adapters without effect
+    "cluster": 4_823,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
     "compat": 1_374,
-    "config": 6_490,  # preferences, images, kept weights, flags and options without effect
-    "diagnosis": 4_618,  # attention within images
-    "embedded": 5_918,  # attention within images, sinks, stacks of experts, queries that grow
+    "config": 6_432,  # preferences, images, kept weights, flags and options without effect
+    "diagnosis": 4_620,  # attention within images
+    "embedded": 5_901,  # attention within images, sinks, stacks of experts, queries that grow
     "engines": 4_602,  # sessions and ranks of newer SGLang, pictures, overrides without effect
     "environments": 407,
     "forecast": 917,  # over-sampling and partial rollouts
-    ".": 1_591,  # names and forms of secrets
-    "memory": 2_008,  # host memory part by part, towers, one base of two roles, masks, drafts
-    "models": 5_901,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
+    ".": 1_609,  # names and forms of secrets
+    "memory": 2_020,  # host memory part by part, towers, one base of two roles, masks, drafts
+    "models": 5_993,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
     "observe": 3_469,  # profiles, three trackers, ranges of recipes, rejected drafts
-    "page": 1_622,
+    "page": 1_623,
     "processes": 1_102,  # the preloaded process
-    "prompts": 5_367,  # images, preferences, forms of messages, what templates leave out
-    "rollout": 9_633,  # images of answers, of teachers and of reward models, evaluation sets
-    "run": 2_300,  # teachers that see, lengths for longrope, profiles, data sets from Python
+    "prompts": 5_535,  # images, preferences, forms of messages, what templates leave out
+    "rollout": 9_822,  # images of answers, of teachers and of reward models, evaluation sets
+    "run": 2_358,  # teachers that see, lengths for longrope, profiles, data sets from Python
     "samples": 2_421,  # rewards of tokens and turns, whole pairs, images behind other prompts
     "sandbox": 925,
-    "trainer": 9_708,  # a critic that shares its base, attention within images by packed kernels
-    "user_code": 1_266,  # functions that are known to be sync
-    "weights": 3_059,  # sessions of newer SGLang
+    "trainer": 9_690,  # a critic that shares its base, attention within images by packed kernels
+    "user_code": 1_265,  # functions that are known to be sync
+    "weights": 3_058,  # sessions of newer SGLang
 }
 #: Programs that run without the package keep their time constants.
 STANDALONE = {
