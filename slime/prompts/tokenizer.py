@@ -156,7 +156,7 @@ def with_opening(tokenizer: Any, text: str, ids: list[int], *, templated: bool) 
 
 
 def generation_config_of(path: str) -> dict[str, Any]:
-    """generation_config.json of a model directory; {} if there is none.
+    """Read generation_config.json of a model directory; {} if there is none.
 
     Raises:
         UserError: the file is not a JSON object.
