@@ -505,9 +505,8 @@ def _trained_on_gpus_here(config: Config) -> ModelSpec | None:
     flags = config.checkpoint
     if not num_gpus() or joins_cluster(config) or config.debug.debug_rollout_only:
         return None
-    return family_of(str(flags.hf_checkpoint), flags.model_name).model_spec(
-        str(flags.hf_checkpoint)
-    )
+    path = str(flags.hf_checkpoint)
+    return family_of(path, flags.model_name).model_spec(path)
 
 
 def check_context(config: Config) -> None:
@@ -531,14 +530,14 @@ def check_context(config: Config) -> None:
     original = scaling.get("original_max_position_embeddings")
     if isinstance(factor, int | float) and original:
         context = max(context, int(factor * original))
+    if config.algorithm.trains_on_data:
+        return
     limits = {"--rollout-max-response-len": config.rollout.rollout_max_response_len}
     if config.eval.eval_prompt_data or config.eval.eval_config:
         limits["--eval-max-response-len"] = config.eval.eval_max_response_len
     why = f"config.json of {path} has max_position_embeddings {context}"
-    if config.algorithm.trains_on_data:
-        return
+    capped = config.rollout.rollout_max_context_len
     for option, limit in limits.items():
-        capped = config.rollout.rollout_max_context_len
         if limit >= context and (capped is None or capped > context):
             raise UserError(
                 f"{option} {limit} does not fit into the model's context of {context} tokens",
