@@ -194,6 +194,12 @@ def sft_limits(config: Config) -> tuple[int | None, int | None]:
     return limit, config.data.rollout_max_prompt_len
 
 
+def compared_rule(config: Config) -> str | None:
+    """Return the reference system's rule for loss masks that our masks are compared with
+    (``--loss-mask-type``)."""
+    return config.rollout.loss_mask_type
+
+
 def _all_too_long(samples: list[Sample], limit: int | None, prompt_limit: int | None) -> UserError:
     said = []
     if limit is not None and (shortest := min(len(sample.tokens) for sample in samples)) > limit:

@@ -57,7 +57,7 @@ from slime.rollout.eval_datasets import EvalDataset, eval_datasets
 from slime.rollout.evaluate import eval_checker
 from slime.rollout.preferences import PreferenceEncoder
 from slime.rollout.rewards.row_checks import RewardJudge
-from slime.rollout.sft import read_ahead, sft_encoding, sft_limits
+from slime.rollout.sft import compared_rule, read_ahead, sft_encoding, sft_limits
 from slime.user_code.loading import shown
 
 logger = get_logger(__name__)
@@ -286,7 +286,7 @@ class SftJudge:
         self._templates_text = config.data.apply_chat_template
         self._lengths = _LengthCheck(config)
         # the reference system's rule for loss masks, with which ours are compared
-        self._rule = config.rollout.loss_mask_type
+        self._rule = compared_rule(config)
         self._tokenizer = tokenizer
         self._to_compare = _MAX_COMPARED if self._rule else 0
         self._unknown = UnknownTokens(tokenizer, vocab_size_of_run(config))
