@@ -51,7 +51,7 @@ from slime.prompts.reference_masks import mask_difference
 from slime.prompts.row_format import Prompt, left_out
 from slime.prompts.sft_encoding import Encoded, TrainedSequence, with_answer
 from slime.prompts.source import model_context, prompt_checker, vocab_size_of_run
-from slime.prompts.tokenizer import load_tokenizer
+from slime.prompts.tokenizer import tokenizer_for_checks
 from slime.prompts.unknown_tokens import UnknownTokens
 from slime.rollout.eval_datasets import EvalDataset, eval_datasets
 from slime.rollout.evaluate import eval_checker
@@ -560,13 +560,7 @@ def _check_beside(config: Config, sender: Connection) -> None:
     follow_parent(parent.pid, lambda: os._exit(1))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run ends us when it ends
     os.nice(19)
-    assert config.checkpoint.hf_checkpoint is not None
-    tokenizer = load_tokenizer(
-        config.checkpoint.hf_checkpoint,
-        without_torch=True,
-        trust_remote_code=config.checkpoint.trust_remote_code,
-    )
-    for data_set in _data_sets(config, tokenizer, []):
+    for data_set in _data_sets(config, tokenizer_for_checks(config), []):
         if not data_set.is_streamed:
             _check_rest(data_set, sender)
 
