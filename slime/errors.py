@@ -34,6 +34,11 @@ class UserError(Exception):
         self.why = why
         self.fix = fix
 
+    @property
+    def in_brief(self) -> str:
+        """``what``, followed by ``why`` in brackets if there is one."""
+        return f"{self.what} ({self.why})" if self.why else self.what
+
     def __str__(self) -> str:
         lines = [self.what]
         if self.why:

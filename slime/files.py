@@ -54,6 +54,11 @@ def json_safe(value: Any, max_text: int = 0, _depth: int = 0) -> Any:
     return json_safe(repr(value), max_text or 200)
 
 
+def indented_json(value: Any) -> bytes:
+    """Encode ``value``, made safe by `json_safe`, as JSON for people to read."""
+    return orjson.dumps(json_safe(value), option=orjson.OPT_INDENT_2)
+
+
 def dump_line(value: dict[str, Any]) -> bytes:
     """Return the JSON text of an object, and a newline."""
     return orjson.dumps(value) + b"\n"
@@ -182,12 +187,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     except OSError:
         return []
     for line in content.split(b"\n"):
-        try:
-            row = orjson.loads(line) if line.strip() else None
-        except orjson.JSONDecodeError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
+        with contextlib.suppress(orjson.JSONDecodeError):  # also of an empty line
+            row = orjson.loads(line)
+            if isinstance(row, dict):
+                rows.append(row)
     return rows
 
 

@@ -184,11 +184,8 @@ def _why_not_reached() -> str | None:
         return None  # an error page is an answer
     except (OSError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        return (
-            None
-            if isinstance(reason, ssl.SSLError)
-            else f"{constants.ENDPOINT} gives no answer: {reason}"
-        )
+        if not isinstance(reason, ssl.SSLError):
+            return f"{constants.ENDPOINT} gives no answer: {reason}"
     return None
 
 

@@ -168,28 +168,16 @@ class TurnTree:
         before = parent.tokens() if parent is not None else []
         images = images_in(ask.messages)
         if parent is None:  # the client may have written the same history differently
-            before = max(
-                (
-                    known
-                    for turn in self.turns
-                    if turn.images == images[: len(turn.images)]
-                    and (known := _beginning(turn, lead))
-                ),
-                key=len,
-                default=[],
-            )
-            parent = next(
-                (
-                    turn
-                    for turn in self.turns
-                    if before
-                    and turn.tokens() == before
-                    and turn.images == images[: len(turn.images)]
-                ),
-                None,
-            )
-            lead = lead[len(before) :]
-            rest = rest if parent is None else self._behind(parent, rest)
+            continued = [
+                turn
+                for turn in self.turns
+                if turn.images == images[: len(turn.images)] and _is_beginning(turn, lead)
+            ]
+            parent = max(continued, key=lambda turn: turn.length, default=None)
+            if parent is not None:
+                before = parent.tokens()
+                lead = lead[len(before) :]
+                rest = self._behind(parent, rest)
         said = [message["content"] for message in rest] if parent is not None else []
         twin = self._asked[history]
         return TurnPosition(parent, lead, before + lead, history, twin, said, count, images)
@@ -212,11 +200,8 @@ class TurnTree:
     def _behind(self, turn: Turn, messages: Messages) -> Messages:
         """Return the messages after the turn's answer."""
         key = self._key(turn.reading.message())
-        return messages[
-            max(
-                (n for n, message in enumerate(messages, 1) if self._key(message) == key), default=0
-            ) :
-        ]
+        ends = [n for n, message in enumerate(messages, 1) if self._key(message) == key]
+        return messages[max(ends, default=0) :]
 
     def _key(self, message: dict[str, Any]) -> bytes:
         return key_of(message, with_reasoning=self._with_reasoning)
@@ -323,13 +308,12 @@ class TurnTree:
         return [turn for turn in self.turns if id(turn) not in followed]
 
 
-def _beginning(turn: Turn, tokens: list[int]) -> list[int]:
-    """Return all tokens up to a turn's end if ``tokens`` begin with them and go on; else []."""
+def _is_beginning(turn: Turn, tokens: list[int]) -> bool:
+    """Tell whether ``tokens`` begin with all tokens up to a turn's end, and continue after it."""
     end = turn.length
     if end >= len(tokens) or tokens[end - len(turn.output) : end] != turn.output:
-        return []
-    known = turn.tokens()
-    return known if tokens[:end] == known else []
+        return False
+    return tokens[:end] == turn.tokens()
 
 
 def _meant(turns: list[Turn], message: dict[str, Any]) -> Turn:

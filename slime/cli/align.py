@@ -31,8 +31,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from slime.checkpoints.directory import is_saved, iteration_dir
 from slime.checkpoints.load_plan import resolve_load, resolve_reference
 from slime.checkpoints.run_models import has_weights, is_run_folder
@@ -42,7 +40,7 @@ from slime.cli.model_source import model_directory
 from slime.config import Config, parse_args
 from slime.config.make import judge_args
 from slime.errors import UserError
-from slime.files import json_safe
+from slime.files import indented_json
 from slime.observe.run_folder import newest_stage
 from slime.paths import fill
 
@@ -83,11 +81,7 @@ def main(argv: list[str]) -> int:
         )
     with answer_alone():
         answer, as_json, status = _compare(asked)
-    print(
-        orjson.dumps(json_safe(as_json), option=orjson.OPT_INDENT_2).decode()
-        if "--json" in asked.options
-        else answer
-    )
+    print(indented_json(as_json).decode() if "--json" in asked.options else answer)
     return status
 
 
@@ -239,7 +233,7 @@ def _model(config: Config, options: dict[str, str]) -> Path | None:
 
 
 def _saved_before(config: Config, rollout: int) -> Path:
-    """The export or checkpoint that was saved after step ``rollout - 1``.
+    """Return the export or checkpoint that was saved after step ``rollout - 1``.
 
     Raises:
         UserError: that step saved neither.

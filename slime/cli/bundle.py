@@ -49,10 +49,8 @@ def main(argv: list[str]) -> int:
     print(
         "samples are in it: prompts and responses"
         if arguments.samples
-        else (
-            "samples are not in it (--samples puts them in), nor are weights; keys and tokens are "
-            "hidden"
-        ),
+        else "samples are not in it (--samples puts them in), nor are weights; keys and tokens are "
+        "hidden"
     )
     print(
         "Contains paths, host names, your functions' output and error texts; review it before "

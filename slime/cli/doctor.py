@@ -19,10 +19,9 @@ import os
 import sys
 from collections.abc import Iterator
 
-import orjson
-
 from slime.cli.arguments import run_flags
 from slime.errors import UserError
+from slime.files import indented_json
 
 _OPTIONS = ("--json", "--round", "--node")
 
@@ -52,11 +51,7 @@ def main(argv: list[str]) -> int:
     with answer_alone():
         report = doctor.examine(words, entry, checks, with_round=with_round)
     answer = doctor.text(report).encode("utf-8", "replace").decode()
-    print(
-        orjson.dumps(doctor.as_json(report), option=orjson.OPT_INDENT_2).decode()
-        if as_json
-        else answer
-    )
+    print(indented_json(doctor.as_json(report)).decode() if as_json else answer)
     return int(report.is_fatal)
 
 

@@ -101,7 +101,5 @@ def _elsewhere(what: str, check: Callable[[Config], None], config: Config) -> li
     try:
         check(config)
     except UserError as error:
-        return [
-            f"{what}: not on this machine: {error.what}" + (f" ({error.why})" if error.why else "")
-        ]
+        return [f"{what}: not on this machine: {error.in_brief}"]
     return []

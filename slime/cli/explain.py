@@ -11,12 +11,10 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-import orjson
-
 from slime.cli.arguments import Arguments
 from slime.diagnosis.explain import Explanation, explain
 from slime.diagnosis.troubles import Finding
-from slime.files import json_safe
+from slime.files import indented_json
 from slime.redact import redact_text
 
 _WIDTH = 116
@@ -35,14 +33,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args(argv)
     found = explain(Path(arguments.run_dir))
-    if arguments.json:
-        print(
-            redact_text(
-                orjson.dumps(json_safe(found.as_json()), option=orjson.OPT_INDENT_2).decode()
-            )
-        )
-    else:
-        print(redact_text(as_text(found)))
+    answer = indented_json(found.as_json()).decode() if arguments.json else as_text(found)
+    print(redact_text(answer))
     return 1 if found.findings else 0
 
 
@@ -55,10 +47,7 @@ def as_text(found: Explanation) -> str:
         lines += ["", "Nothing is wrong, as far as its folder tells."]
     for number, finding in enumerate(found.findings, 1):
         lines += ["", *_told(number, finding)]
-    lines.append("")
-    lines += [
-        f"checkpoint: {found.checkpoint}" if found.checkpoint else "checkpoint: none that is whole"
-    ]
+    lines += ["", f"checkpoint: {found.checkpoint or 'none that is whole'}"]
     lines += [f"next: {found.next}"] if found.next else []
     lines += [f"note: {note}" for note in found.notes]
     return "\n".join(lines)

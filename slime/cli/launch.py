@@ -270,7 +270,8 @@ def kuberay(own: argparse.Namespace, command: str, flags: str) -> str:
 
 
 def _all_joined(nodes: int) -> str:
-    """Shell: succeed if ``nodes`` nodes have joined Ray. A run that starts earlier is refused."""
+    """Return a shell command that succeeds if ``nodes`` nodes have joined Ray. A run that starts
+    earlier is refused."""
     program = (
         'import ray, sys; ray.init(log_to_driver=False, logging_level="ERROR"); '
         'there = sum(node["Alive"] for node in ray.nodes()); '
@@ -280,7 +281,7 @@ def _all_joined(nodes: int) -> str:
 
 
 def _wait_until(condition: str, indent: int = 0) -> str:
-    """Shell: try a condition every two seconds; fail after `_WAIT` seconds."""
+    """Return shell lines that try a condition every two seconds, and fail after `_WAIT` seconds."""
     lines = [
         f"for _ in $(seq {_WAIT // 2}); do {condition} >/dev/null 2>&1 && break; sleep 2; done",
         f"{condition} >/dev/null",

@@ -112,7 +112,7 @@ def chosen_model(path: str, hf_checkpoint: str | None = None) -> ChosenModel:
         return ChosenModel(folder)
     if is_adapter_dir(folder):
         return ChosenModel(_base_of(folder, hf_checkpoint, None), folder)
-    model = newest_model(folder) if is_run_folder(folder) else checkpoint_model(folder)
+    model = _trained_model(folder)
     if model is None:
         raise UserError(
             f"{path} holds no model",
@@ -125,6 +125,11 @@ def chosen_model(path: str, hf_checkpoint: str | None = None) -> ChosenModel:
         return ChosenModel(_base_of(model.path, hf_checkpoint, model.base), model.path)
     is_plain = model.kind == "model"
     return ChosenModel(model.path if is_plain else _converted(model, hf_checkpoint))
+
+
+def _trained_model(folder: Path) -> RunModel | None:
+    """Return the newest model of a run folder or a --save directory; None if there is none."""
+    return newest_model(folder) if is_run_folder(folder) else checkpoint_model(folder)
 
 
 def _base_of(adapter: Path, given: str | None, of_run: Path | None) -> Path:
@@ -210,9 +215,7 @@ def _adapter_directory(path: str) -> Path:
     folder = Path(path)
     if is_adapter_dir(folder):
         return folder
-    model = None
-    if folder.is_dir():
-        model = newest_model(folder) if is_run_folder(folder) else checkpoint_model(folder)
+    model = _trained_model(folder) if folder.is_dir() else None
     if model is None or model.kind != "adapter":
         raise UserError(
             f"--adapter {path}: there is no adapter",

@@ -97,7 +97,7 @@ def card_of(path: str, chosen: ChosenModel) -> str:
 
 
 def _licence(card: Path) -> str:
-    """``license`` in the YAML header of a model card; "unknown" if it has none."""
+    """Return ``license`` of the YAML header of a model card; "unknown" if it has none."""
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
     head = text.split("---")[1] if text.startswith("---") else ""
     found = re.search(r"^license:\s*([\w.-]+)\s*$", head, re.MULTILINE)

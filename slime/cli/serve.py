@@ -301,8 +301,9 @@ def _check_modules(adapter: Path, base: Path) -> None:
 
 
 def _loadable(adapter: Path, base: Path, folder: Path) -> Path:
-    """An adapter that engines can load: itself, or a rewritten copy in ``folder`` if its ranks or
-    scalings differ, it has PEFT's expert layout, or it adapts only part of a fused weight."""
+    """Return an adapter that engines can load: itself, or a rewritten copy in ``folder`` if its
+    ranks or scalings differ, it has PEFT's expert layout, or it adapts only part of a fused
+    weight."""
     family = family_of(base) if family_name(base) else None
     spec = family.describe(base) if family is not None else None
     found = read_adapter(adapter, family)

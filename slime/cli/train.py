@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: list[str], entry: str = "train") -> None:
-    """`slime train`, `python train.py`."""
+    """Run `slime train`, or `python train.py`."""
     config = _config(argv, entry)
     if config.debug.dry_run:
         from slime.cli.dry_run import dry_run
@@ -48,5 +48,5 @@ def _config(argv: list[str], entry: str) -> Config:
 
 
 def main_async(argv: list[str]) -> None:
-    """`slime train-async`, `python train_async.py`."""
+    """Run `slime train-async`, or `python train_async.py`."""
     main(argv, "train_async")

@@ -16,12 +16,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import orjson
-
 from slime.diagnosis.explain import Explanation
 from slime.diagnosis.reading import is_within, read_ends, run_logs
 from slime.errors import UserError
-from slime.files import json_safe, read_object, replacing
+from slime.files import indented_json, read_object, replacing
 from slime.observe.run_folder import package_versions
 from slime.redact import redact_text, redacted, secrets_in
 
@@ -145,17 +143,14 @@ class _Adder:
             return
         found = redacted(read_object(path))
         if found:
-            self.text(name, orjson.dumps(json_safe(found), option=orjson.OPT_INDENT_2).decode())
+            self.text(name, indented_json(found).decode())
         else:
             self.file(path, folder)  # damaged JSON is added as text
 
 
 def _fill(add: _Adder, folder: Path, found: Explanation, text: str, with_samples: bool) -> None:
     add.text("explain.txt", f"{text}\n")
-    add.text(
-        "explain.json",
-        orjson.dumps(json_safe(found.as_json()), option=orjson.OPT_INDENT_2).decode(),
-    )
+    add.text("explain.json", indented_json(found.as_json()).decode())
     versions = {
         "python": platform.python_version(),
         "system": platform.platform(),

@@ -137,7 +137,7 @@ def reward(case: CheckedRun, findings: CheckFindings) -> None:
 
 
 def _reads(code: CodeType | None, name: str) -> bool:
-    """Whether the code of a function, or of one inside it, reads an attribute of this name."""
+    """Tell whether the code of a function, or of one inside it, reads an attribute of this name."""
     if code is None:
         return False
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))

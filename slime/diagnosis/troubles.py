@@ -128,7 +128,7 @@ SECTIONS, SIGNATURE_TABLES = read_tables(
 TROUBLES: dict[str, Trouble] = {
     trouble.name: trouble for group in SECTIONS.values() for trouble in group
 }
-#: "module:function", module or package below slime → name of the trouble of its errors.
+#: "module:function", module or package within slime → name of the trouble of its errors.
 PLACES: dict[str, str] = {
     place: trouble.name for trouble in TROUBLES.values() for place in trouble.places
 }

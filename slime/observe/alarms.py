@@ -249,10 +249,8 @@ def never_any_contrast(rows: Rows, flags: Flags) -> Alarm | None:
     steps = _trained(rows)
     if not 0 < len(steps) < _FLAT_STEPS or any(row["rollout/zero_std/ratio"] < 1 for row in steps):
         return None
-    if flags.get("use_opd"):
+    if flags.get("use_opd") or late_rewards(rows, flags):  # the second names the cause
         return None
-    if late_rewards(rows, flags):
-        return None  # that alarm names the cause
     when = "in the only step" if len(steps) == 1 else f"in all {len(steps)} steps"
     detail = f"{when} every group had the same reward for all of its samples: every advantage was 0"
     all_rewards = {row.get(f"rollout/reward/{end}") for row in steps for end in ("min", "max")}

@@ -90,23 +90,22 @@ def assign_rows(spans: Sequence[TraceSpan]) -> list[int]:
     return rows
 
 
+def _event(
+    kind: str, name: str, pid: int, tid: int, ts: int, args: dict[str, Any], **more: Any
+) -> dict[str, Any]:
+    """Make an event of a kind of Chrome's format: "X" has a duration, "i" is an instant, "C" a
+    counter, "M" metadata."""
+    return {"ph": kind, "name": name, "pid": pid, "tid": tid, "ts": ts, "args": args, **more}
+
+
 def _metadata(kind: str, pid: int, name: str, tid: int = 0) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}
+    return _event("M", kind, pid, tid, 0, {"name": name})
 
 
 def _complete(
     name: str, pid: int, tid: int, start: int, end: int, args: dict[str, Any]
 ) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": "slime",
-        "pid": pid,
-        "tid": tid,
-        "ts": start,
-        "dur": end - start,
-        "args": args,
-    }
+    return _event("X", name, pid, tid, start, args, cat="slime", dur=end - start)
 
 
 def _sample_events(samples: Iterable[Sample]) -> tuple[list[dict[str, Any]], list[TraceSpan]]:
@@ -122,35 +121,19 @@ def _sample_events(samples: Iterable[Sample]) -> tuple[list[dict[str, Any]], lis
         rows = assign_rows(spans)
         title = f"group {sample.group_index} · sample {sample.index}"
         for row in range(max(rows, default=-1) + 1):
-            events.append(
-                _metadata(
-                    "thread_name",
-                    SAMPLES,
-                    title if row == 0 else f"{title} ({row + 1})",
-                    next_tid + row,
-                )
-            )
+            name = title if row == 0 else f"{title} ({row + 1})"
+            events.append(_metadata("thread_name", SAMPLES, name, next_tid + row))
         for span, row in zip(spans, rows):
-            args = json_safe(span.attrs, max_text=200) | (
-                {"attempt": span.attempt} if span.attempt else {}
-            )
+            args = json_safe(span.attrs, max_text=200)
+            if span.attempt:
+                args["attempt"] = span.attempt
             events.append(_complete(span.name, SAMPLES, next_tid + row, span.start, span.end, args))
         for point in sample.trace["events"]:
             if point["type"] == "event":
                 args = json_safe(point["attrs"], max_text=200)
                 ts = _microseconds(point["ts"])
-                events.append(
-                    {
-                        "ph": "i",
-                        "s": "t",
-                        "name": point["name"],
-                        "cat": "slime",
-                        "pid": SAMPLES,
-                        "tid": next_tid,
-                        "ts": ts,
-                        "args": args,
-                    }
-                )
+                more = {"cat": "slime", "s": "t"}
+                events.append(_event("i", point["name"], SAMPLES, next_tid, ts, args, **more))
         next_tid += max(rows, default=-1) + 1
     return events, in_engine
 
@@ -170,14 +153,7 @@ def _engine_counters(spans: Iterable[TraceSpan]) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     for ts, which, change in changes:
         counts[which] += change
-        event = {
-            "ph": "C",
-            "name": "requests",
-            "pid": ENGINE,
-            "tid": 0,
-            "ts": ts,
-            "args": dict(zip(_COUNTED, counts)),
-        }
+        event = _event("C", "requests", ENGINE, 0, ts, dict(zip(_COUNTED, counts)))
         if events and events[-1]["ts"] == ts:
             events[-1] = event
         else:

@@ -77,6 +77,8 @@ _WORDS = {
     "save_model": ("save", "saving"),
     "evaluate": ("evaluate", "evaluating"),
 }
+#: Characters of the bar of a step's phases, and the colours of its parts.
+_BAR_WIDTH = 20
 _PHASE_STYLES = ("blue", "dark_orange", "green")
 _SPARKS = "▁▂▃▄▅▆▇█"
 #: Seconds until a plain log first reports the progress of a phase, and the longest interval between
@@ -469,25 +471,25 @@ def phase_word(phase: str) -> str:
     return _WORDS.get(phase, (phase.replace("_", " "), ""))[0]
 
 
-def _phase_bar(times: Mapping[str, float], width: int = 20) -> Text:
+def _phase_bar(times: Mapping[str, float]) -> Text:
     """Draw the longest phases of a step as a bar and as numbers; "other" is the rest."""
     total = sum(times.values()) or 1.0
     phases = [
         (name, part)
         for name, part in times.items()
-        if name != "other" and part / total >= 0.5 / width
+        if name != "other" and part / total >= 0.5 / _BAR_WIDTH
     ]
     shown = dict(phases[: len(_PHASE_STYLES)])
     bar = Text()
     words = Text("  ")
     for (name, part), style in zip(shown.items(), _PHASE_STYLES, strict=False):
-        bar.append("━" * max(1, round(width * part / total)), style=style)
+        bar.append("━" * max(1, round(_BAR_WIDTH * part / total)), style=style)
         words.append(f"{phase_word(name)} ", style=style).append(
             f"{duration(part)}  ", style="default"
         )
-    bar.append("━" * (width - len(bar)), style="bright_black")
+    bar.append("━" * (_BAR_WIDTH - len(bar)), style="bright_black")
     rest = total - sum(shown.values())
-    if rest / total >= 0.5 / width:
+    if rest / total >= 0.5 / _BAR_WIDTH:
         words.append("other ", style="bright_black").append(duration(rest), style="default")
     return bar + words
 

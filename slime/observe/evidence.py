@@ -74,9 +74,9 @@ def _correlation(residuals: Sequence[Sequence[float]]) -> float:
 
 
 def outlier(value: float, others: Sequence[float]) -> float:
-    """Robust z-score of a positive value among others: the distance of its logarithm from their
-    median, in median absolute deviations scaled as for normal noise (Iglewicz, Hoaglin, How to
-    Detect and Handle Outliers)."""
+    """Return the robust z-score of a positive value: the distance of its logarithm from the median
+    of the others', in median absolute deviations scaled as for normal noise (Iglewicz, Hoaglin,
+    How to Detect and Handle Outliers)."""
     logs = [math.log(other) for other in others if other > 0]
     if not logs or value <= 0:
         return 0.0

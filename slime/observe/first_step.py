@@ -84,13 +84,10 @@ def large_gradient(
     if not trained or trained[0].get("rollout/raw_reward") is None:
         return None
     first = trained[0]
-    norm = trained[0]["train/grad_norm"]
+    norm = first["train/grad_norm"]
+    smallest = min(norm, trained[-1]["train/grad_norm"])
     scored = first.get("rollout/log_probs")
-    if (
-        scored is None
-        or -scored > _LARGE
-        or min(norm, trained[-1]["train/grad_norm"]) <= _LARGE_NORM
-    ):
+    if scored is None or -scored > _LARGE or smallest <= _LARGE_NORM:
         return None
     detail = (
         f"grad norm {norm:.0f} in step {first['step']:.0f}, at a mean log-prob of {scored:.3f}: "

@@ -9,11 +9,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from slime.errors import UserError
-from slime.files import json_safe
 from slime.log import get_logger
 from slime.observe.run_folder import RunFolder
-from slime.observe.trackers import kept, shown_name, tracker_package
-from slime.redact import redacted
+from slime.observe.trackers import kept, shown_name, shown_settings, tracker_package
 
 if TYPE_CHECKING:
     from slime.config.config import Config
@@ -63,7 +61,7 @@ class MlflowSink:
             if self._id == "new":
                 made = self._client.create_run(experiment, run_name=shown_name(run))
                 self._id = kept(run, "mlflow-id", "", asked=made.info.run_id)
-                flags = redacted(json_safe(vars(config.flat())))
+                flags = shown_settings(config)
                 given = iter([Param(name, str(v)[:_LONGEST]) for name, v in flags.items()])
                 while batch := list(islice(given, _PARAMETERS)):
                     self._client.log_batch(self._id, params=batch)

@@ -64,14 +64,8 @@ def model_card(
         kind = "supervised fine-tuning"
     tags = ["slime", method] if run else ["slime"]
     tags += ["lora"] if is_adapter else []
-    lines = [
-        "---",
-        *(f"{key}: {value}" for key, value in head.items()),
-        "tags:",
-        *(f"- {tag}" for tag in tags),
-        "---",
-    ]
-    lines += ["", f"# {name}", ""]
+    lines = ["---", *(f"{key}: {value}" for key, value in head.items())]
+    lines += ["tags:", *(f"- {tag}" for tag in tags), "---", "", f"# {name}", ""]
     if is_adapter:
         form = f" ({base_format})" if base_format else ""
         lines += [
@@ -163,7 +157,7 @@ def _versions(run: RunData) -> str:
 
 
 def _number(value: float) -> str:
-    """Short text of a number: 1,240 · 12.3 · 0.0123 · 1.2e-06."""
+    """Format a number in a few characters: 1,240 · 12.3 · 0.0123 · 1.2e-06."""
     size = abs(value)
     if value == 0:
         return "0"

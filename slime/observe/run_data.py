@@ -142,20 +142,19 @@ def read_stages(path: Path, rows: dict[str, list[dict[str, Any]]]) -> list[Stage
         run = RunFolder(path, name or None)
         stage = Stage(name, summary["stages"].get(name, {}), read_object(run.config_path))
         stage.rows = rows.get(name, [])
-        stage.rollouts = {
-            p.stem: p for p in sorted(run.samples.glob("rollout_*.jsonl")) if p.is_file()
-        }
-        stage.evaluations = {
-            p.stem: p
-            for p in sorted(
-                run.samples.glob("eval_*.jsonl"), key=lambda p: (p.stem != "eval_start", p.stem)
-            )
-            if p.is_file()
-        }
+        stage.rollouts = _sample_files(run, "rollout_*.jsonl")
+        stage.evaluations = _sample_files(run, "eval_*.jsonl")
         if stage.summary.get("state") == "running" and not is_held(path):
             stage.summary = {**stage.summary, "state": "interrupted", "ended": _last_time(stage)}
         stages.append(stage)
     return stages
+
+
+def _sample_files(run: RunFolder, pattern: str) -> dict[str, Path]:
+    """Return name → file of recorded samples, in order; ``eval_start`` comes first."""
+    files = [path for path in run.samples.glob(pattern) if path.is_file()]
+    files.sort(key=lambda path: (path.stem != "eval_start", path.stem))
+    return {path.stem: path for path in files}
 
 
 def _last_time(stage: Stage) -> float | None:

@@ -41,7 +41,7 @@ import orjson
 
 from slime import deadlines
 from slime.errors import UserError
-from slime.files import entries_of, json_safe, read_lines, read_object, write_atomically
+from slime.files import entries_of, indented_json, read_lines, read_object, write_atomically
 from slime.log import get_logger
 from slime.redact import redact_argv, redact_text
 
@@ -215,10 +215,7 @@ class RunFolder:
         folders = [self.path / name for name in _FOLDERS]
         files = [*(self.path / name for name in _FILES), *config_files(self.path).values()]
         files += [path for folder in folders for path in _no_plain_files(folder)]
-        for path, is_folder in (
-            *((path, True) for path in folders),
-            *((path, False) for path in files),
-        ):
+        for path, is_folder in (dict.fromkeys(folders, True) | dict.fromkeys(files, False)).items():
             if not os.path.lexists(path):
                 continue
             if path.is_symlink() and not path.exists():
@@ -320,9 +317,7 @@ class RunFolder:
         self._write_summary(summary)
 
     def _write_summary(self, summary: dict[str, Any]) -> None:
-        write_atomically(
-            self.path / "run.json", orjson.dumps(json_safe(summary), option=orjson.OPT_INDENT_2)
-        )
+        write_atomically(self.path / "run.json", indented_json(summary))
 
     def read_summary(self) -> dict[str, Any]:
         """Read ``run.json``: ``{"name", "stages": {stage or "": {"state", "started", "ended",
@@ -368,9 +363,7 @@ class RunFolder:
             folder.mkdir(parents=True, exist_ok=True)
             told = redact_text("".join(traceback.format_exception(error)))
             (folder / "traceback.txt").write_text(told, encoding="utf-8", errors="replace")
-            (folder / "crash.json").write_bytes(
-                orjson.dumps(json_safe(details), option=orjson.OPT_INDENT_2)
-            )
+            (folder / "crash.json").write_bytes(indented_json(details))
             last_rows = read_lines(self.metrics_path)[-20:]
             (folder / "last_metrics.jsonl").write_bytes(
                 b"".join(orjson.dumps(row) + b"\n" for row in last_rows)

@@ -6,10 +6,8 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from slime.errors import UserError
-from slime.files import json_safe
 from slime.observe.run_folder import RunFolder
-from slime.observe.trackers import kept, shown_name, tracker_package
-from slime.redact import redacted
+from slime.observe.trackers import kept, shown_name, shown_settings, tracker_package
 
 if TYPE_CHECKING:
     from slime.config.config import Config
@@ -36,7 +34,7 @@ class SwanlabSink:
                 resume="allow",
                 mode=observe.swanlab_mode,
                 log_dir=str(run.path / "swanlab"),
-                config=redacted(json_safe(vars(config.flat()))),
+                config=shown_settings(config),
                 settings=quiet,
             )
         except RuntimeError as error:

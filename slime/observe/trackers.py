@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.errors import UserError
-from slime.files import write_atomically
+from slime.files import json_safe, write_atomically
 from slime.observe.run_folder import RunFolder
+from slime.redact import redacted
 
 if TYPE_CHECKING:
     from slime.config.config import Config
@@ -72,6 +73,12 @@ def kept(run: RunFolder, name: str, fresh: str, asked: str | None = None) -> str
     if asked or not re.fullmatch(r"[\w.-]+", found):
         found = asked or fresh
         write_atomically(path, found.encode())
+    return found
+
+
+def shown_settings(config: Config) -> dict[str, Any]:
+    """Return all flags with their values for a tracker, without secrets."""
+    found: dict[str, Any] = redacted(json_safe(vars(config.flat())))
     return found
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from slime.files import json_safe
 from slime.observe.run_folder import RunFolder
-from slime.observe.trackers import shown_name, tracker_package
-from slime.redact import redacted
+from slime.observe.trackers import shown_name, shown_settings, tracker_package
 
 if TYPE_CHECKING:
     from slime.config.config import Config
@@ -27,7 +25,7 @@ class TrackioSink:
             project=observe.trackio_project,
             name=shown_name(run),
             space_id=observe.trackio_space,
-            config=redacted(json_safe(vars(config.flat()))),
+            config=shown_settings(config),
             resume="allow",
             embed=False,
             auto_log_gpu=False,

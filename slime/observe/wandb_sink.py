@@ -8,11 +8,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from slime.errors import UserError
-from slime.files import json_safe
 from slime.observe.run_folder import RunFolder
-from slime.observe.trackers import kept, shown_name, tracker_package
+from slime.observe.trackers import kept, shown_name, shown_settings, tracker_package
 from slime.processes.owner import will_hang
-from slime.redact import redact_argv, redacted
+from slime.redact import redact_argv
 
 if TYPE_CHECKING:
     from slime.config.config import Config
@@ -65,7 +64,6 @@ class WandbSink:
         group = observe.wandb_group
         if group and not observe.disable_wandb_random_suffix:
             group = f"{group}-{kept(run, 'wandb-suffix', secrets.token_hex(3))}"
-        settings = redacted(json_safe(vars(config.flat())))
         argv = sys.argv
         sys.argv = redact_argv(argv)  # W&B stores it in its metadata
         try:
@@ -78,7 +76,7 @@ class WandbSink:
                 resume="allow",
                 mode=observe.wandb_mode,
                 dir=observe.wandb_dir or str(run.path),
-                config=settings,
+                config=shown_settings(config),
                 settings=options,
             )
         except wandb.errors.Error as error:

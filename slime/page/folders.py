@@ -78,9 +78,6 @@ class RunWatch:
         """Return the stages at the last `refresh`, ordered by their start."""
         return self._stages
 
-    def stage(self, name: str) -> Stage | None:
-        return next((stage for stage in self._stages if stage.name == name), None)
-
     def metrics(
         self, stage: Stage, names: Iterable[str] | None, generation: int, since: int
     ) -> dict[str, Any]:

@@ -134,18 +134,15 @@ def _samples(
 ) -> tuple[list[Row], list[dict[str, Any]], str]:
     """Return the rows of samples with their records, a summary of each file, and a note on what is
     left out."""
-    there = {
-        kind: _sizes(paths)
-        for kind, paths in (("rollout", stage.rollouts), ("eval", stage.evaluations))
-    }
-    is_whole = sum(size for files in there.values() for size in files.values()) <= most_bytes
-    kept = {
-        "rollout": spread(
-            list(there["rollout"]), len(there["rollout"]) if is_whole else _MAX_ROLLOUTS
-        ),
-        "eval": spread(list(there["eval"]), len(there["eval"]) if is_whole else _MAX_EVALUATIONS),
-    }
-    files = [(kind, path) for kind, paths in kept.items() for path in paths]
+    rollouts = _sizes(stage.rollouts)
+    evaluations = _sizes(stage.evaluations)
+    is_whole = sum(rollouts.values()) + sum(evaluations.values()) <= most_bytes
+    kept_rollouts = list(rollouts) if is_whole else spread(list(rollouts), _MAX_ROLLOUTS)
+    kept_evaluations = (
+        list(evaluations) if is_whole else spread(list(evaluations), _MAX_EVALUATIONS)
+    )
+    files = [("rollout", path) for path in kept_rollouts]
+    files += [("eval", path) for path in kept_evaluations]
     rows: list[Row] = []
     told: list[dict[str, Any]] = []
     for kind, path in files:
@@ -163,8 +160,8 @@ def _samples(
     note = ""
     if not is_whole:
         note = (
-            f"This file contains {len(rows):,} samples from {len(kept['rollout'])} of "
-            f"{len(there['rollout'])} steps and {len(kept['eval'])} of {len(there['eval'])} "
+            f"This file contains {len(rows):,} samples from {len(kept_rollouts)} of "
+            f"{len(rollouts)} steps and {len(kept_evaluations)} of {len(evaluations)} "
             "evaluations: whole groups, largest reward spread first. For all recorded samples, "
             f"run: slime watch {run}"
         )

@@ -288,7 +288,7 @@ def _number(request: web.Request, name: str, default: Any) -> Any:
 
 
 def _page(request: web.Request, most: int) -> tuple[int, int]:
-    """Offset and limit."""
+    """Return offset and limit of a page of rows."""
     return max(0, _number(request, "offset", 0)), min(most, max(1, _number(request, "limit", 50)))
 
 

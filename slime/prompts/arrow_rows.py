@@ -141,7 +141,8 @@ def _converted(row: dict[str, Any], converts: dict[str, _Convert]) -> dict[str, 
 
 
 def _conversions(schema: pyarrow.Schema) -> dict[str, _Convert]:
-    """Conversions of columns that Arrow converts badly: short floats get the digits of a double."""
+    """Return conversions of columns that Arrow converts badly: short floats get the digits of a
+    double."""
     found = {field.name: _conversion(field.type) for field in schema}
     return {name: convert for name, convert in found.items() if convert is not None}
 

@@ -200,8 +200,6 @@ def from_data_uri(value: str) -> bytes:
 
 @functools.lru_cache(maxsize=64)
 def _download(url: str) -> bytes:
-    from slime.models.images import ImageError
-
     try:
         with urllib.request.urlopen(url, timeout=deadlines.IMAGE_DOWNLOAD) as answer:
             found: bytes = answer.read(_LARGEST_FILE + 1)
@@ -302,7 +300,7 @@ class ImagePrompts:
     def expand_masked(
         self, tokens: Sequence[int], mask: Sequence[int], sources: Sequence[Source], what: str
     ) -> tuple[list[int], list[int], list[ImageSpan]]:
-        """`expand` for tokens with a mask; the placeholders of images are not trained."""
+        """Do as `expand` for tokens with a mask; the placeholders of images are not trained."""
         whole, spans = self.expand(tokens, sources, what)
         values: list[int] = []
         end = 0

@@ -242,7 +242,7 @@ class StreamedOrder:
 
 
 def shuffled(items: Iterator[Any], randrange: Callable[[int], int], size: int) -> Iterator[Any]:
-    """Each item once, drawn at random from a buffer of the next ``size``."""
+    """Yield each item once, drawn at random from a buffer of the next ``size``."""
     buffer: list[Any] = []
     for item in items:
         if len(buffer) < size:

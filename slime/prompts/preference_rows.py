@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -73,13 +73,13 @@ class PreferenceColumns:
         return None
 
     def prompt_column(self, row: Mapping[str, Any], input_key: str) -> str | None:
-        """The column that holds the prompt; None if the answers begin with the prompt."""
+        """Return the column that holds the prompt; None if the answers begin with the prompt."""
         if input_key in row:
             return input_key
         return _USUAL_PROMPT if _USUAL_PROMPT in row else None
 
     def values(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The answers as the row has them, by name."""
+        """Return the answers as the row has them, by name."""
         return {name: row[column] for name, column in self.answers.items()}
 
     def read_label(self, row: Mapping[str, Any]) -> bool:
@@ -151,30 +151,24 @@ def with_prompt(
 
 def odd_pair(
     row: Mapping[str, Any], columns: PreferenceColumns, answers: Mapping[str, str | Messages]
-) -> list[RowProblem]:
+) -> Iterator[RowProblem]:
     """Remark on a pair whose scores contradict it, or whose answers differ only in blanks."""
     if columns.label is not None:
-        return []
-    found = []
+        return
     scores = _scores(row, columns)
     if scores is not None and scores[0] < scores[1]:
-        found.append(
-            remark(
-                "have a rejected answer with a higher score than the chosen one",
-                f"the first: {scores[0]:g} for the chosen one, {scores[1]:g} for the rejected one",
-                "check --chosen-key and --rejected-key",
-            )
+        yield remark(
+            "have a rejected answer with a higher score than the chosen one",
+            f"the first: {scores[0]:g} for the chosen one, {scores[1]:g} for the rejected one",
+            "check --chosen-key and --rejected-key",
         )
     chosen, rejected = (_without_blanks(answers[name]) for name in ("chosen", "rejected"))
     if chosen == rejected and answers["chosen"] != answers["rejected"]:
-        found.append(
-            remark(
-                "have answers that differ only in blanks",
-                f"the first: {answers['chosen']!r:.120}",
-                "remove these rows, if blanks are not what is to be learned",
-            )
+        yield remark(
+            "have answers that differ only in blanks",
+            f"the first: {answers['chosen']!r:.120}",
+            "remove these rows, if blanks are not what is to be learned",
         )
-    return found
 
 
 def _scores(row: Mapping[str, Any], columns: PreferenceColumns) -> tuple[float, float] | None:
@@ -203,7 +197,7 @@ def count_images(text: str | Messages, placeholder: str) -> int:
 def images_of_answers(
     prompt: str | Messages, answers: Mapping[str, str | Messages], images: Sequence[T], place: str
 ) -> dict[str, list[T]]:
-    """The images that each answer is read with: the prompt's, and its own.
+    """Return the images that each answer is read with: the prompt's, and its own.
 
     Args:
         images: of a row: those of the prompt, then those of each answer.

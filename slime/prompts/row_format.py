@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -274,8 +274,7 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
         except TemplateRefuses as error:
             raise RowProblem("are refused by the chat template", error.why, error.fix) from error
         text = str(rendered)
-        shown_form = template_form(tokenizer, **form.template_kwargs)
-        unwritten = left_out_tools(tools, text, shown_form)
+        unwritten = left_out_tools(tools, text, template_form(tokenizer, **form.template_kwargs))
         remarks += left_out(left_out_roles(messages or [], text), unwritten)
         remarks += _answered(messages or [])
     found = Prompt(rendered, [], label, metadata, prompt, columns, tuple(sorted(keys)))
@@ -335,7 +334,8 @@ def _text_of_tokens(tokens: list[int], tokenizer: Any) -> str:
 def _remarks_on_words(
     prompt: str | Messages, answers: list[Any], form: RowFormat, tokenizer: Any
 ) -> list[RowProblem]:
-    """
+    """Remark on the words of a prompt and its answers.
+
     Args:
         answers: those that are trained on.
     """
@@ -351,70 +351,54 @@ def _remarks_on_words(
     return found
 
 
-def left_out(roles: list[str], tools: list[str]) -> list[RowProblem]:
-    """Return the warnings about messages and tools that the chat template leaves out.
+def left_out(roles: list[str], tools: list[str]) -> Iterator[RowProblem]:
+    """Yield the warnings about messages and tools that the chat template leaves out.
 
     Args:
         roles: those of the messages.
         tools: names.
     """
-    found = []
     if roles:
-        found.append(
-            remark(
-                "have messages that the chat template leaves out",
-                f"the first: of the role {', '.join(map(repr, roles))}",
-                "give them a role that the template writes at their place, or remove them",
-            )
+        yield remark(
+            "have messages that the chat template leaves out",
+            f"the first: of the role {', '.join(map(repr, roles))}",
+            "give them a role that the template writes at their place, or remove them",
         )
     if tools:
-        found.append(
-            remark(
-                "have tools that the chat template leaves out",
-                f"the first: {', '.join(map(repr, tools))}",
-                "describe them in a system message, or use a template that writes tools",
-            )
+        yield remark(
+            "have tools that the chat template leaves out",
+            f"the first: {', '.join(map(repr, tools))}",
+            "describe them in a system message, or use a template that writes tools",
         )
-    return found
 
 
-def _odd_messages(messages: Messages) -> list[RowProblem]:
+def _odd_messages(messages: Messages) -> Iterator[RowProblem]:
     """Remark on messages that can be rendered and may not be what was meant."""
-    found = []
     if roles := foreign_roles(messages):
-        found.append(
-            remark(
-                "have messages of a role that is none of system, user, assistant and tool",
-                f"the first: {', '.join(map(repr, roles))}; the chat template is given it as it is",
-                "name the roles as the model's chat template does",
-            )
+        yield remark(
+            "have messages of a role that is none of system, user, assistant and tool",
+            f"the first: {', '.join(map(repr, roles))}; the chat template is given it as it is",
+            "name the roles as the model's chat template does",
         )
     if roles := empty_roles(messages):
-        found.append(
-            remark(
-                "have messages that say nothing, which become empty turns",
-                f"the first: of the role {', '.join(map(repr, roles))}",
-                "write their text under 'content', or remove them",
-            )
+        yield remark(
+            "have messages that say nothing, which become empty turns",
+            f"the first: of the role {', '.join(map(repr, roles))}",
+            "write their text under 'content', or remove them",
         )
     if text := repeated_message(messages):
-        found.append(
-            remark(
-                "have a message that repeats the one before it",
-                f"the first: {text!r}",
-                "remove one of them",
-            )
+        yield remark(
+            "have a message that repeats the one before it",
+            f"the first: {text!r}",
+            "remove one of them",
         )
     if result := misplaced_result(messages):
-        found.append(
-            remark(
-                "have results of tools that do not follow their calls in order",
-                f"the first: {result}",
-                "put each result behind its call, in the order of the calls: many chat templates "
-                "write no ids",
-            )
+        yield remark(
+            "have results of tools that do not follow their calls in order",
+            f"the first: {result}",
+            "put each result behind its call, in the order of the calls: many chat templates "
+            "write no ids",
         )
-    return found
 
 
 #: Columns that hold a part of the prompt in some data sets, and the --input-key beside which they
@@ -476,16 +460,13 @@ def _unread_parts(
     ]
 
 
-def _answered(messages: Messages) -> list[RowProblem]:
-    if not messages or messages[-1]["role"] != "assistant":
-        return []
-    return [
-        remark(
+def _answered(messages: Messages) -> Iterator[RowProblem]:
+    if messages and messages[-1]["role"] == "assistant":
+        yield remark(
             "have prompts that end with a message of the assistant, after which it is asked again",
             f"the first ends with {messages[-1]['content'][-80:]!r}",
             "leave the last answer out, if the model is to find it",
         )
-    ]
 
 
 def inputs_of(prompt: Prompt, form: RowFormat) -> dict[str, Any] | None:
@@ -668,7 +649,7 @@ def _read_preference(
     if tools:
         metadata["tools"] = tools
     unread = _unread_columns(row, form, (*columns.names, column))
-    remarks = odd_pair(row, columns, answers)
+    remarks = list(odd_pair(row, columns, answers))
     if isinstance(asked, str) and not holds_text(prompt, asked):
         unread = (*unread, str(column))
         remarks.append(
@@ -801,7 +782,8 @@ def _metadata(row: dict[str, Any], form: RowFormat) -> dict[str, Any]:
 
 
 def _tools(row: dict[str, Any], form: RowFormat, beside: Any) -> list[dict[str, Any]]:
-    """
+    """Read the tools of a row in OpenAI's form.
+
     Args:
         beside: tools in the same value as the messages; a column of tools takes precedence.
     """

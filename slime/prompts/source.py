@@ -112,8 +112,8 @@ BUILT_FROM: contextvars.ContextVar[tuple[Config, Any]] = contextvars.ContextVar(
 
 
 def save_source(source: DataSource, config: Config, rollout_id: int) -> dict[str, Any]:
-    """State of ``source`` for the checkpoint of ``rollout_id``. The source's `save` is called only
-    if training checkpoints are written (--save); no run resumes from a mere export (--save-hf).
+    """Return the state of ``source`` for the checkpoint of ``rollout_id``. Call its `save` only if
+    training checkpoints are written (--save); no run resumes from a mere export (--save-hf).
 
     Raises:
         UserError: the source's code fails.
@@ -196,7 +196,7 @@ def is_chat(config: Config, tokenizer: Any) -> bool:
 
 
 def _pop_first(*args: Any) -> list[list[Sample]]:
-    """`pop_first`, or a plugin's replacement of it."""
+    """Call `pop_first`, or a plugin's replacement of it."""
     groups: list[list[Sample]] = (override_of("pop_first") or pop_first)(*args)
     return groups
 
@@ -319,7 +319,7 @@ class PromptSource(DataSource):
         ]
 
     def __len__(self) -> int:
-        """Prompts per epoch."""
+        """Return the number of prompts per epoch."""
         if self._order is None:
             raise UserError("there is no data set to count", fix="pass --num-rollout")
         return len(self._order)

@@ -22,6 +22,8 @@ from slime.prompts.chat_template import carries_template, end_of_turn_tokens, te
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from slime.config.config import Config
+
 #: A directory with any of these has a tokenizer. Without them, transformers would build an empty
 #: one from config.json.
 _TOKENIZER_FILES = (
@@ -87,6 +89,18 @@ def load_tokenizer(
             why=f"{type(error).__name__}: {first_line}",
             fix="check that its files are complete and fit the installed transformers version",
         ) from error
+
+
+def tokenizer_for_checks(config: Config) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of --hf-checkpoint to check data with, read ``without_torch``.
+
+    Raises:
+        UserError: as `load_tokenizer`.
+    """
+    flags = config.checkpoint
+    return load_tokenizer(
+        str(flags.hf_checkpoint), without_torch=True, trust_remote_code=flags.trust_remote_code
+    )
 
 
 def _surround_images(tokenizer: Any, folder: Path) -> None:
@@ -156,7 +170,7 @@ def with_opening(tokenizer: Any, text: str, ids: list[int], *, templated: bool) 
 
 
 def generation_config_of(path: str) -> dict[str, Any]:
-    """generation_config.json of a model directory; {} if there is none.
+    """Read generation_config.json of a model directory; {} if there is none.
 
     Raises:
         UserError: the file is not a JSON object.

@@ -38,7 +38,7 @@ from slime.rollout.trajectory import (
     too_many_failed,
     why_failed,
 )
-from slime.rollout.watchdog import RolloutStalled, Watchdog
+from slime.rollout.watchdog import Watchdog
 from slime.samples.sample_fields import kind_problem
 from slime.samples.types import ANY_VERSION, Sample, SampleStatus, VersionWindow
 from slime.user_code.hooks import DataSource, DynamicFilter
@@ -302,11 +302,10 @@ class DynamicSampler:
                 async with asyncio.timeout(self.watchdog.interval):
                     self._finished.put_nowait(await self._finished.get())
             except TimeoutError:
-                try:
-                    await self.watchdog.check(self._tasks.values())
-                except RolloutStalled as stalled:
+                stalled = await self.watchdog.check(self._tasks.values())
+                if stalled is not None:
                     if not self.watchdog.give_up_hung(self._tasks.values(), stalled.seconds):
-                        raise
+                        raise stalled from None
                     logger.warning("%s", stalled)
         runs = []
         while not self._finished.empty():

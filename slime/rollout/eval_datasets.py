@@ -234,7 +234,8 @@ def _values_of_flags(config: Config) -> dict[str, Any]:
 
 
 def _pairs(values: tuple[str, ...]) -> list[tuple[str, str]]:
-    """``name path name path …``; a single value is a path, and the set is named after the file."""
+    """Split ``name path name path …`` into pairs. A single value is a path; its file names the
+    set."""
     if len(values) == 1:
         path = split_name(split_slice(values[0])[0])[0]
         name = Path(path).name

@@ -21,7 +21,7 @@ from slime.rollout.eval_datasets import EvalDataset
 from slime.rollout.generate import context_limit
 from slime.rollout.metrics import pass_at_k_metrics, reward_parts, sample_metrics, trajectory_scores
 from slime.rollout.trajectory import GroupRun, GroupRunner, too_many_failed
-from slime.rollout.watchdog import RolloutStalled, Watchdog
+from slime.rollout.watchdog import Watchdog
 from slime.samples.types import Sample, SampleStatus
 from slime.user_code.hooks import RolloutFnEvalOutput
 
@@ -168,19 +168,11 @@ async def _wait(tasks: Tasks, watchdogs: list[Watchdog]) -> None:
             task.result()
         if not done:
             waiting = [tasks[task] for task in pending]
-            stalled = [await _stalled(watchdog, waiting) for watchdog in watchdogs]
+            stalled = [await watchdog.check(waiting) for watchdog in watchdogs]
             if (first := stalled[0]) is not None and all(stalled):
                 if not watchdogs[0].give_up_hung(waiting, first.seconds):
                     raise first
                 logger.warning("%s", first)
-
-
-async def _stalled(watchdog: Watchdog, groups: list[GroupRun]) -> RolloutStalled | None:
-    try:
-        await watchdog.check(groups)
-    except RolloutStalled as error:
-        return error
-    return None
 
 
 def _without_failures(

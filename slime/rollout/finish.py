@@ -208,9 +208,8 @@ def is_true(value: Any, origin: str) -> bool:
         FunctionFailed: it is neither a bool nor None; a dict of metrics would count as True, and
             switch the default metrics off.
     """
-    if value is None or (isinstance(value, int) and value in (0, 1)):
-        return bool(value)
-    if type(value).__name__ in ("bool", "bool_"):  # NumPy's
+    is_truth = type(value).__name__ in ("bool", "bool_")  # NumPy's has another class
+    if value is None or is_truth or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
     raise FunctionFailed(
         f"{origin} returned {described(value)}",

@@ -439,7 +439,7 @@ def _check_sampling_mask(state: GenerateState, result: GenerateResult) -> None:
 
 
 async def _ask(state: GenerateState, sample: Sample, params: dict[str, Any]) -> GenerateResult:
-    """Request an answer from the engine, with a plugin's ``post`` if it has replaced ours."""
+    """Request an answer from an engine, through a plugin's ``post`` if the plugin replaces ours."""
     wanted: dict[str, Any] = {"return_routed_experts": True} if state.routed_experts else {}
     if state.sampling_mask:
         wanted["return_sampling_mask"] = True

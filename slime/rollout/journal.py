@@ -218,9 +218,9 @@ class Journal:
             if versions.unreachable and not (known and versions.unreachable.isdisjoint(known)):
                 tell(
                     logger,
-                    "the run goes on from its checkpoint in another way than before (flags, "
-                    "functions, weights): what the journal has of weights that it had pushed "
-                    "behind that is generated again",
+                    "the run continues from its checkpoint in another way than before (flags, "
+                    "functions, weights): journalled groups that were generated with weights "
+                    "pushed after that checkpoint are generated again",
                     once=f"unreachable in {self._folder}",
                 )
                 continue
@@ -451,7 +451,8 @@ def _made_with(config: Config) -> str:
 
 
 def drawn_as(drawn: Sequence[Sample]) -> int:
-    """Return a hash of a drawn group's data."""
+    """Return a hash of a drawn group's indices, prompts, labels and images, by which the journal
+    recognises the group."""
     told = [[s.index, s.prompt, s.label, s.tokens[: s.prompt_length]] for s in drawn]
     for row, sample in zip(told, drawn):
         row += [sample.multimodal_inputs] if sample.multimodal_inputs else []

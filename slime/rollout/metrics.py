@@ -72,8 +72,8 @@ def sample_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
 
 
 def reward_parts(samples: Iterable[Sample], prefix: str, args: Any) -> dict[str, float]:
-    """Mean of each finite number in dict rewards except the reward itself, over the samples that
-    have it. True counts as 1.
+    """Return the mean of each finite number in dict rewards except the reward itself, over the
+    samples that have it. True counts as 1.
 
     Args:
         prefix: "rollout" or "eval/<name>".
@@ -130,8 +130,8 @@ def rollout_metrics(groups: Sequence[Group], args: Any) -> dict[str, float]:
 
 
 def unsampled_trained_ratio(samples: Iterable[Sample]) -> float:
-    """Share of trained tokens that no engine sampled, such as a tool's output, among samples whose
-    token spans are known."""
+    """Return the share of trained tokens that no engine sampled, such as a tool's output, among
+    samples with known token spans."""
     trained = sampled = 0
     for sample in samples:
         own = [span for span in sample.token_spans if span.weight_version is not None]
@@ -261,7 +261,7 @@ def is_repetitive(text: str) -> bool:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased probability that at least one of k samples is correct: 1 − C(n−c, k) / C(n, k).
+    """Return the unbiased probability that one of k samples is correct: 1 − C(n−c, k) / C(n, k).
 
     Source: Chen et al. 2021, https://arxiv.org/abs/2107.03374, equation 1.
 

@@ -186,7 +186,8 @@ async def _run_group(
     evaluation: bool,
     called_by_plugin: tuple[str, ...],
 ) -> list[Any]:
-    """
+    """Run a group with the reward flags of ``args``; return each sample, or its fan-out.
+
     Args:
         called_by_plugin: see `GroupRunner`.
     """
@@ -224,7 +225,7 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> float | dict[str
 async def batched_async_rm(
     args: Any, samples: list[Sample], **kwargs: Any
 ) -> list[float | dict[str, Any]]:
-    """The rewards of samples that are scored together."""
+    """Return the rewards of samples that are scored together."""
     return await _rewarded(args, lambda rewards: rewards.score_group_by_flags(samples))
 
 

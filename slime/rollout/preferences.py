@@ -36,25 +36,25 @@ from slime.user_code.hooks import DataSource, RolloutFnTrainOutput
 def generate_preferences(
     config: Config, source: DataSource, tokenizer: Any
 ) -> RolloutFnTrainOutput:
-    """``rollout_batch_size`` groups of one trajectory each. Pairs of equal answers, and pairs with
-    an answer that is too long, are left out and counted.
+    """Return ``rollout_batch_size`` groups of one trajectory each. Pairs of equal answers, and
+    pairs with an answer that is too long, are left out and counted.
 
     Raises:
         UserError: a row cannot be encoded, all rows are left out, or there are no more data.
     """
     encoder = PreferenceEncoder(config, tokenizer)
-    drawn = draw_groups(config, source, encoder, tokenizer)
-    tokens = sum(one.effective_response_length for group in drawn.groups for one in group.samples)
+    groups, left_out = draw_groups(config, source, encoder, tokenizer)
+    tokens = sum(one.effective_response_length for group in groups for one in group.samples)
     counts = {
         "rollout/preference_trained_tokens": float(tokens),
-        "rollout/preference_too_long": float(len(drawn.left_out)),
+        "rollout/preference_too_long": float(len(left_out)),
         "rollout/preference_equal_answers": float(encoder.equal_answers),
     }
     if not encoder.takes_pairs:
-        _add_mismatched(drawn.groups, sft_limits(config)[0])
-        desirable = sum(group.trajectories[0][0].reward == CHOSEN for group in drawn.groups)
-        counts["rollout/preference_desirable"] = desirable / len(drawn.groups)
-    return RolloutFnTrainOutput(drawn.groups, counts)
+        _add_mismatched(groups, sft_limits(config)[0])
+        desirable = sum(group.trajectories[0][0].reward == CHOSEN for group in groups)
+        counts["rollout/preference_desirable"] = desirable / len(groups)
+    return RolloutFnTrainOutput(groups, counts)
 
 
 def held_out_groups(config: Config, tokenizer: Any) -> list[Group]:

@@ -97,7 +97,7 @@ async def answered(
 
 
 def piece(params: Body, most_tokens: int | None) -> int:
-    """New tokens to ask for in the next request: what ``params`` asks for, but at most
+    """Return how many tokens to ask for in the next request: what ``params`` asks for, but at most
     ``most_tokens`` if pieces give the same answer. They do not with stop strings, which may span
     two pieces, or with penalties and grammars, which count from the first token.
 

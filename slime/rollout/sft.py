@@ -11,8 +11,7 @@ import asyncio
 import copy
 import itertools
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from slime.config.config import Config
@@ -23,6 +22,7 @@ from slime.prompts.sft_encoding import SftEncoding, SftTotals
 from slime.prompts.source import PromptSource
 from slime.prompts.tokenizer import end_token_ids
 from slime.rollout.finish import finish_rollout
+from slime.rollout.generate import context_limit
 from slime.samples.media import references_of
 from slime.samples.types import Group, Sample, SampleStatus
 from slime.user_code.hooks import DataSource, RolloutFnTrainOutput
@@ -65,15 +65,15 @@ def generate_sft(config: Config, source: DataSource, tokenizer: Any) -> RolloutF
         UserError: a row has nothing to train on, all rows are too long, or the data have ended.
     """
     encoder = SftEncoder(config, tokenizer)
-    drawn = draw_groups(config, source, encoder, tokenizer)
-    tokens = sum(one.effective_response_length for group in drawn.groups for one in group.samples)
+    groups, left_out = draw_groups(config, source, encoder, tokenizer)
+    tokens = sum(one.effective_response_length for group in groups for one in group.samples)
     counts = {
         "rollout/sft_trained_tokens": float(tokens),
-        "rollout/sft_too_long": float(len(drawn.left_out)),
+        "rollout/sft_too_long": float(len(left_out)),
         "rollout/sft_split_conversations": float(encoder.totals.split),
         "rollout/sft_lost_reasoning": float(encoder.totals.lost_reasoning),
     }
-    return RolloutFnTrainOutput(drawn.groups, counts)
+    return RolloutFnTrainOutput(groups, counts)
 
 
 class Encoder(Protocol):
@@ -92,20 +92,14 @@ class Encoder(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class DrawnGroups:
-    """Groups of one trajectory each, and the samples that were left out as too long."""
-
-    groups: list[Group]
-    left_out: list[Sample]
-
-
 def draw_groups(
     config: Config, source: DataSource, encoder: Encoder, tokenizer: Any
-) -> DrawnGroups:
+) -> tuple[list[Group], list[Sample]]:
     """Draw and encode rows until there are ``rollout_batch_size`` groups. Findings about the rows,
     and rows that are too long, are logged once.
 
+    Returns:
+        Groups of one trajectory each, and the samples that were left out as too long.
     Raises:
         UserError: as `generate_sft`.
     """
@@ -155,7 +149,7 @@ def draw_groups(
     if left_out:
         num_kept = sum(len(group.samples) for group in groups)
         _tell_too_long(config, left_out, len(left_out) + num_kept)
-    return DrawnGroups(groups, left_out)
+    return groups, left_out
 
 
 def _encode(encoder: Encoder, sample: Sample, source: DataSource, index: int) -> list[Sample]:
@@ -196,8 +190,7 @@ def _tell_too_long(config: Config, left_out: list[Sample], num_drawn: int) -> No
 
 def sft_limits(config: Config) -> tuple[int | None, int | None]:
     """Return the maximum tokens of a sample, and of its part before the first trained token."""
-    given = (config.train.seq_length, config.rollout.rollout_max_context_len)
-    limit = min((one for one in given if one is not None), default=None)
+    limit = context_limit(config.train.seq_length, config.rollout.rollout_max_context_len)
     return limit, config.data.rollout_max_prompt_len
 
 
@@ -243,11 +236,8 @@ class SftEncoder:
 
     def read_ahead(self, samples: list[Sample]) -> None:
         """Tokenise the plain texts of samples that will be encoded next, in one call."""
-        plain = [
-            s for s in samples if isinstance(s.prompt, str) and isinstance(s.label, str) and s.label
-        ]
         if not self._templates_text:
-            self._encoding.read_ahead(text for s in plain for text in (str(s.prompt), str(s.label)))
+            read_ahead(self._encoding, ((one.prompt, one.label) for one in samples))
 
     def encode(self, sample: Sample) -> list[Sample]:
         """Return the samples of a drawn one: itself, filled in, and copies of it if the chat
@@ -285,6 +275,13 @@ class SftEncoder:
             one.status = SampleStatus.COMPLETED
             one.reward = 0.0
         return samples
+
+
+def read_ahead(encoding: SftEncoding, rows: Iterable[tuple[Any, Any]]) -> None:
+    """Tokenise, in one call, the rows (prompt, label) that are plain text and will be encoded
+    next."""
+    plain = (row for row in rows if all(isinstance(text, str) for text in row))
+    encoding.read_ahead(text for row in plain for text in row)
 
 
 def sft_encoding(config: Config, tokenizer: Any) -> SftEncoding:

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import copy
 import inspect
+import logging
 import time
 import uuid
 import weakref
@@ -419,9 +420,8 @@ class GroupRunner:
         self._fail(trajectory, error)
 
     async def _run_trajectory(self, trajectory: Trajectory) -> None:
-        is_over = False
         with span(trajectory.samples, "generate_and_rm") as sample_span:
-            while not is_over:
+            while True:
                 trajectory.function = ""
                 try:
                     if not trajectory.is_generated:
@@ -429,14 +429,13 @@ class GroupRunner:
                         sample_span.adopt(trajectory.samples)
                     await self._score(trajectory)
                     trajectory.enter(Activity.DONE)
-                    is_over = True
                 except asyncio.CancelledError:
                     self._handle_cancellation(trajectory)
-                    is_over = True
                 except Exception as error:  # a failure of a sample ends here; see the module
-                    is_over = self.state.client.aborting or not self._begin_retry(trajectory, error)
-                    if is_over:
-                        self._handle_error(trajectory, error)
+                    if not self.state.client.aborting and self._begin_retry(trajectory, error):
+                        continue
+                    self._handle_error(trajectory, error)
+                break
         self.last_progress = time.monotonic()
 
     def _begin_retry(self, trajectory: Trajectory, error: Exception) -> bool:
@@ -470,7 +469,7 @@ class GroupRunner:
     def _log_failure(self, text: str, trajectory: Trajectory, error: Exception) -> None:
         """Log the first few failures, all with --log-level debug: one mistake may fail thousands
         of samples."""
-        is_debugging = logger.isEnabledFor(10)
+        is_debugging = logger.isEnabledFor(logging.DEBUG)
         if self.num_failures < _MAX_LOGGED or is_debugging:
             frames = user_frames(error)
             # a failed reward function has added notes that say where
@@ -849,7 +848,7 @@ def set_rewards(samples: list[Sample], scores: list[Any] | None) -> None:
 
 
 def _stops_run(error: Exception) -> TypeGuard[UserError]:
-    """Return whether it is an error of our own code: a mistake in configuration or data."""
+    """Tell whether it is an error of our own code: a mistake in configuration or data."""
     return isinstance(error, UserError) and not isinstance(error, FunctionFailed)
 
 
@@ -857,13 +856,11 @@ def _stops_run(error: Exception) -> TypeGuard[UserError]:
 
 
 def why_failed(run: GroupRun) -> str:
-    """Say in one line which sample failed, while doing what, and why."""
+    """Return one line that says which sample failed, while doing what, and why."""
     for trajectory in run.trajectories:
         if trajectory.failure is not None:
             error = trajectory.failure
-            reason = name_and_text(error)
-            if isinstance(error, UserError):
-                reason = f"{error.what} ({error.why})" if error.why else error.what
+            reason = error.in_brief if isinstance(error, UserError) else name_and_text(error)
             return f"sample {trajectory.prompt.index} while {trajectory.doing}: {reason}"
     statuses = {sample.status.value for sample in run.samples} - {SampleStatus.COMPLETED.value}
     return f"the generate function returned samples with status {', '.join(sorted(statuses))}"

@@ -51,13 +51,13 @@ from slime.prompts.reference_masks import mask_difference
 from slime.prompts.row_format import Prompt, check_label_key, left_out
 from slime.prompts.sft_encoding import Encoded, TrainedSequence, with_answer
 from slime.prompts.source import model_context, prompt_checker, vocab_size_of_run
-from slime.prompts.tokenizer import load_tokenizer
+from slime.prompts.tokenizer import tokenizer_for_checks
 from slime.prompts.unknown_tokens import UnknownTokens
 from slime.rollout.eval_datasets import EvalDataset, eval_datasets
 from slime.rollout.evaluate import eval_checker
 from slime.rollout.preferences import PreferenceEncoder
 from slime.rollout.rewards.row_checks import RewardJudge
-from slime.rollout.sft import compared_rule, sft_encoding, sft_limits
+from slime.rollout.sft import compared_rule, read_ahead, sft_encoding, sft_limits
 from slime.user_code.loading import shown
 
 logger = get_logger(__name__)
@@ -88,8 +88,13 @@ def data_inputs(config: Config) -> Iterator[DataInput]:
     data = config.data
     checker = functools.partial(prompt_checker, config)
     if data.rollout_global_dataset and data.prompt_data and not data.data_source_path:
-        judge = functools.partial(_training_judge, config)
-        yield DataInput(data.prompt_data, TRAINING, checker, judge, data.streaming_data)
+        yield DataInput(
+            data.prompt_data,
+            TRAINING,
+            checker,
+            lambda tokenizer: data_judge(config, tokenizer) or RewardJudge.of_training(config),
+            data.streaming_data,
+        )
     if held_out := config.preference.eval_preference_data:
         of_held_out = functools.partial(checker, path=held_out)
         of_pairs = functools.partial(PreferenceJudge, config)
@@ -101,10 +106,6 @@ def data_inputs(config: Config) -> Iterator[DataInput]:
             functools.partial(eval_checker, dataset, config),
             functools.partial(_evaluation_judge, dataset, config),
         )
-
-
-def _training_judge(config: Config, tokenizer: Any) -> RowJudge | None:
-    return data_judge(config, tokenizer) or RewardJudge.of_training(config)
 
 
 def _evaluation_judge(dataset: EvalDataset, config: Config, tokenizer: Any) -> RowJudge | None:
@@ -307,12 +308,7 @@ class SftJudge:
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[list[RowProblem]]:
         if not self._templates_text:
-            pairs = (
-                (p.text, p.label)
-                for p in prompts
-                if isinstance(p.text, str) and isinstance(p.label, str)
-            )
-            self._encoding.read_ahead(text for pair in pairs for text in pair)
+            read_ahead(self._encoding, ((prompt.text, prompt.label) for prompt in prompts))
         return [list(self._problems(prompt)) for prompt in prompts]
 
     def _problems(self, prompt: Prompt) -> Iterator[RowProblem]:
@@ -330,7 +326,7 @@ class SftJudge:
             yield _unread_label(prompt.label)
         yield from self._other_mask(prompt, encoded)
         more = prompt.image_tokens
-        lengths = [(length + more, before + more) for length, before in _lengths(encoded)]
+        lengths = [(len(one.tokens) + more, one.prompt_length + more) for one in encoded.sequences]
         yield from self._lengths.problems(min(lengths), max(length for length, _ in lengths))
 
     def _other_mask(self, prompt: Prompt, encoded: Encoded) -> Iterator[RowProblem]:
@@ -416,11 +412,6 @@ def _untrainable(error: UserError) -> RowProblem:
     parts = (error.what if kind != error.what else "", error.why)
     detail = "; ".join(part for part in parts if part)
     return RowProblem(f"cannot be trained on: {kind}", detail, error.fix)
-
-
-def _lengths(encoded: Encoded) -> list[tuple[int, int]]:
-    """Return (tokens, tokens before the first trained one) of each sequence."""
-    return [(len(one.tokens), one.prompt_length) for one in encoded.sequences]
 
 
 class _LengthCheck:
@@ -584,13 +575,7 @@ def _check_beside(config: Config, sender: Connection) -> None:
     follow_parent(parent.pid, lambda: os._exit(1))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run ends us when it ends
     os.nice(19)
-    assert config.checkpoint.hf_checkpoint is not None
-    tokenizer = load_tokenizer(
-        config.checkpoint.hf_checkpoint,
-        without_torch=True,
-        trust_remote_code=config.checkpoint.trust_remote_code,
-    )
-    for data_set in _data_sets(config, tokenizer, []):
+    for data_set in _data_sets(config, tokenizer_for_checks(config), []):
         if not data_set.is_streamed:
             _check_rest(data_set, sender)
 

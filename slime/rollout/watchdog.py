@@ -23,7 +23,7 @@ _NUM_SHOWN = 5
 
 
 class RolloutStalled(UserError):
-    """There was no progress for longer than the limit.
+    """Raised if there was no progress for longer than the limit.
 
     Attributes:
         seconds: time without progress.
@@ -33,8 +33,8 @@ class RolloutStalled(UserError):
 
 
 class Watchdog:
-    """Raises `RolloutStalled` after ``limit`` seconds without an answer, a reward or a sign of life
-    of an engine.
+    """Finds out that a rollout has stalled: ``limit`` seconds without an answer, a reward or a sign
+    of life of an engine.
 
     Long generations answer late, so silence alone proves nothing: as long as the load that engines
     report changes, they are at work.
@@ -59,12 +59,9 @@ class Watchdog:
         """Seconds to wait between two calls of `check`."""
         return min(10.0, self.limit / 2)
 
-    async def check(self, groups: Iterable[GroupRun]) -> None:
-        """Check for progress. Call it every `interval` seconds while waiting.
-
-        Raises:
-            RolloutStalled: see the class.
-        """
+    async def check(self, groups: Iterable[GroupRun]) -> RolloutStalled | None:
+        """Return the error if the rollout has stalled, else None. Call it every `interval` seconds
+        while waiting."""
         now = time.monotonic()
         last = self._looked
         self._looked = now
@@ -80,17 +77,18 @@ class Watchdog:
         )
         self.waits_for = ""
         if time.monotonic() - moved < min(deadlines.WATCHDOG_WORDS, self.limit):
-            return
+            return None
         loads = await self._client.worker_loads()
         if loads != self._last_loads and any(requests > 0 for requests, _ in loads.values()):
             self._last_loads = loads
             self._engines_moved = time.monotonic()
-            return
+            return None
         stalled = self.report(groups, loads, time.monotonic() - moved)
         if time.monotonic() - moved >= self.limit:
             stalled.seconds = time.monotonic() - moved
-            raise stalled
+            return stalled
         self.waits_for = "; ".join(line.strip() for line in stalled.why.splitlines())
+        return None
 
     def give_up_hung(self, groups: Iterable[GroupRun], seconds: float) -> int:
         """Fail the trajectories that hang in user code after ``seconds`` without progress; return

@@ -211,14 +211,14 @@ def training_fingerprint(config: Config) -> str:
     samples, such as flags of the algorithm and the optimizer, and the source files of users'
     functions."""
     values: dict[str, Any] = {}
+    is_off = {  # left out, so that runs of earlier releases keep their fingerprints
+        "lora": not config.lora.lora_rank,
+        "critic": not config.algorithm.needs_critic,
+        "distillation": not config.distillation.use_opd,
+    }
     for group, prefixes in _AFFECTS_TRAINING.items():
-        is_off = {
-            "lora": not config.lora.lora_rank,
-            "critic": not config.algorithm.needs_critic,
-            "distillation": not config.distillation.use_opd,
-        }
         if is_off.get(group):
-            continue  # runs of earlier releases keep their fingerprints
+            continue
         values |= {
             name: value
             for name, value in vars(getattr(config, group)).items()
@@ -279,12 +279,8 @@ def initial_fingerprint(config: Config) -> str:
     flags = config.checkpoint
     load = _absolute(flags.load)
     is_own = load is not None and load == _absolute(flags.save)
-    start = [
-        None if is_own else load,
-        None if is_own else flags.ckpt_step,
-        flags.finetune,
-        flags.ref_ckpt_step,
-    ]
+    loaded = (None, None) if is_own else (load, flags.ckpt_step)
+    start = [*loaded, flags.finetune, flags.ref_ckpt_step]
     if config.lora.lora_adapter_path:
         start += _content(config.lora.lora_adapter_path)
     if config.critic.critic_load:

@@ -49,11 +49,13 @@ from slime.http_access import host_in_url
 from slime.hub import fetch_model, is_hub_name, local_data
 from slime.log import get_logger
 from slime.memory.hardware import gpu_majors
+from slime.models import family_name, family_of
 from slime.models.layout_rules import check_critic_layout, check_layout
 from slime.models.layouts import Layout
 from slime.models.model_flags import check_model_flags, merge_transformer
+from slime.models.nested import decoder_config
 from slime.models.quantised import Quantisation
-from slime.models.spec import ModelSpec, read_hf_config
+from slime.models.spec import ModelSpec, check_same_model, read_hf_config
 from slime.models.vision import seeing
 from slime.observe.run_folder import RunFolder, check_no_run_writes
 from slime.paths import FIELDS, fill, fixed_folder
@@ -64,13 +66,16 @@ from slime.placement import (
     requests_in_flight,
 )
 from slime.processes.host import num_cpus, num_gpus
+from slime.prompts.dataset_folders import split_notice
 from slime.prompts.images import images_of, sees_images
 from slime.prompts.labels import compares_labels
+from slime.prompts.readers import iter_rows
 from slime.prompts.row_format import rewards_may_be_missing
+from slime.prompts.tokenizer import tokenizer_for_checks
 from slime.rollout.eval_datasets import eval_datasets
 from slime.trainer.expert_rules import check_experts
 from slime.trainer.gpu_kernels import delta_net_gap, finds_windows, no_windows
-from slime.user_code.hooks import check_hooks, hook_files
+from slime.user_code.hooks import GenerateFunction, RewardFunction, check_hooks, hook_files
 from slime.user_code.loading import check_signature, load_function
 from slime.user_code.overrides import follows_old_plugin, old_plugin
 
@@ -194,7 +199,6 @@ def check_architecture(config: Config) -> None:
     """Check that the model's family is known, that no flag contradicts the model or has no effect,
     and that the parallel layout fits. Reads only config.json."""
     from slime.memory.plan import run_hf_config
-    from slime.models import family_of
 
     flags = config.checkpoint
     hf_config = run_hf_config(config)
@@ -264,8 +268,6 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
     end."""
     from slime.checkpoints.hf_files import HfReader
     from slime.checkpoints.peft_files import check_adapter
-    from slime.models import family_of, read_hf_config
-    from slime.models.spec import check_same_model
 
     if not config.debug.debug_rollout_only:  # debug runs always start at the first rollout
         check_length(config, plan)
@@ -353,8 +355,6 @@ def _check_sight(config: Config, name: str, folder: Path, info: EngineInfo | Non
     Args:
         info: of an engine that others have started.
     """
-    from slime.models import family_name, family_of
-
     hf_config = read_hf_config(folder)
     if not family_name(hf_config):
         return
@@ -570,14 +570,11 @@ def warn_of_high_learning_rate(config: Config) -> None:
 
 def _trained_on_gpus_here(config: Config) -> ModelSpec | None:
     """Return the model, if its trainer runs on GPUs of this host."""
-    from slime.models import family_of
-
     flags = config.checkpoint
     if not num_gpus() or joins_cluster(config) or config.debug.debug_rollout_only:
         return None
-    return family_of(str(flags.hf_checkpoint), flags.model_name).model_spec(
-        str(flags.hf_checkpoint)
-    )
+    path = str(flags.hf_checkpoint)
+    return family_of(path, flags.model_name).model_spec(path)
 
 
 def check_context(config: Config) -> None:
@@ -587,9 +584,6 @@ def check_context(config: Config) -> None:
         UserError: responses may exceed the context even without a prompt. If only prompt and
             response together may exceed it, a warning is logged.
     """
-    from slime.models import read_hf_config
-    from slime.models.nested import decoder_config
-
     path = config.checkpoint.hf_checkpoint
     assert path is not None
     hf_config = decoder_config(read_hf_config(path))
@@ -601,14 +595,14 @@ def check_context(config: Config) -> None:
     original = scaling.get("original_max_position_embeddings")
     if isinstance(factor, int | float) and original:
         context = max(context, int(factor * original))
+    if config.algorithm.trains_on_data:
+        return
     limits = {"--rollout-max-response-len": config.rollout.rollout_max_response_len}
     if config.eval.eval_prompt_data or config.eval.eval_config:
         limits["--eval-max-response-len"] = config.eval.eval_max_response_len
     why = f"config.json of {path} has max_position_embeddings {context}"
-    if config.algorithm.trains_on_data:
-        return
+    capped = config.rollout.rollout_max_context_len
     for option, limit in limits.items():
-        capped = config.rollout.rollout_max_context_len
         if limit >= context and (capped is None or capped > context):
             raise UserError(
                 f"{option} {limit} does not fit into the model's context of {context} tokens",
@@ -638,7 +632,6 @@ def check_rewards(config: Config) -> None:
     """Check that samples get rewards, and that the functions which evaluation sets name exist."""
     from slime.rollout.rewards import reward_model
     from slime.rollout.rewards.pool import check_rm_type
-    from slime.user_code.hooks import GenerateFunction, RewardFunction
 
     reward = config.reward
     datasets = eval_datasets(config)
@@ -718,8 +711,6 @@ def _rows_name_rewards(config: Config, *, unreadable: bool) -> bool:
     Args:
         unreadable: the result if the rows cannot be read, which `check_data` reports.
     """
-    from slime.prompts.readers import iter_rows
-
     data = config.data
     if not data.prompt_data or config.debug.debug_train_only:
         return False
@@ -763,8 +754,6 @@ def data_report(config: Config, tokenizer: Any = None) -> DataReport:
     Raises:
         UserError: the tokenizer cannot be read, or a dump does not exist.
     """
-    from slime.prompts.dataset_folders import split_notice
-    from slime.prompts.tokenizer import load_tokenizer
     from slime.rollout.debug_data import check_dumps
     from slime.rollout.validate_rows import data_inputs, validate_data
 
@@ -772,13 +761,8 @@ def data_report(config: Config, tokenizer: Any = None) -> DataReport:
     for one in data_inputs(config):
         if notice := split_notice(one.path, one.splits):
             logger.info("%s", notice)
-    assert config.checkpoint.hf_checkpoint is not None
     if tokenizer is None:
-        tokenizer = load_tokenizer(
-            config.checkpoint.hf_checkpoint,
-            without_torch=True,
-            trust_remote_code=config.checkpoint.trust_remote_code,
-        )
+        tokenizer = tokenizer_for_checks(config)
     report = validate_data(config, tokenizer)
     size = report.sizes.get(str(config.data.prompt_data))
     if size is not None and not report.errors:

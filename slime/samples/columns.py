@@ -194,7 +194,7 @@ def _media(samples: list[Sample]) -> list[list[Media]]:
 
 
 def described_columns(trainable: Trainable) -> dict[str, list[Any]]:
-    """The columns that do not depend on the converter."""
+    """Return the columns that do not depend on the converter."""
     samples = trainable.samples
     return {
         "loss_masks": [[0] * s.response_length if s.remove_sample else _mask(s) for s in samples],

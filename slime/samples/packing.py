@@ -282,7 +282,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _first_fit(members: Sequence[int], sizes: Sequence[int], cap: int) -> list[list[int]]:
-    """First fit in the given order; a member above the cap gets its own bin."""
+    """Pack members by first fit, in the given order; one above the cap gets its own bin."""
     bins: list[list[int]] = []
     room: list[int] = []
     smallest = min((sizes[member] for member in members), default=0)
@@ -303,8 +303,8 @@ def _first_fit(members: Sequence[int], sizes: Sequence[int], cap: int) -> list[l
 def _fill_evenly(
     members: Sequence[int], sizes: Sequence[int], costs: Sequence[float], count: int, cap: int
 ) -> list[list[int]] | None:
-    """Largest cost first, each into the bin of least cost that has room; None if members are left
-    over."""
+    """Put each member, largest cost first, into the cheapest bin with room; None if members are
+    left over."""
     bins: list[list[int]] = [[] for _ in range(count)]
     room = [cap] * count
     heap = [(0.0, index) for index in range(count)]
@@ -378,7 +378,7 @@ def _split_to(bins: list[list[int]], costs: Sequence[float], count: int) -> list
 
 
 def _halves(bin_: list[int], costs: Sequence[float]) -> tuple[list[int], list[int]]:
-    """Two non-empty parts of about equal cost."""
+    """Split a bin into two non-empty parts of about equal cost."""
     first = []
     second = []
     balance = 0.0

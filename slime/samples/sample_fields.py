@@ -99,8 +99,7 @@ def _anything(value: Any) -> bool:
 
 
 def _unread(why: str) -> SampleField:
-    """A field that this version does not use in training. It must be None, because training would
-    ignore it."""
+    """Make a field that must be None, because training in this version would ignore it."""
     return SampleField(f"None, since nothing reads it: {why}", lambda value: value is None)
 
 

@@ -69,7 +69,7 @@ def extended_mask(
 
 
 def sampling_log_probs(within: Sequence[float | None], count: int) -> list[float]:
-    """Log-probs of the ``count`` tokens of an answer over their sampling masks.
+    """Return the log-probs of the ``count`` tokens of an answer over their sampling masks.
 
     Raises:
         UserError: there is not one number per token.
@@ -119,14 +119,24 @@ def foreign_token(ids: Any, offsets: Any, response: Sequence[int]) -> int | None
 
 def mask_ids_problem(ids: Any, num_tokens: int) -> str:
     """Return the problem of token ids that user code has set; "" if there is none."""
-    return _problem(ids)
+    import numpy as np
+
+    if ids is None:
+        return ""
+    try:
+        found = np.asarray(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"that are not an array ({error})"
+    if found.ndim != 1 or (found.size and (found.dtype.kind not in "iu" or found.min() < 0)):
+        return f"of {found.dtype} and shape {list(found.shape)}, not whole numbers from 0 on"
+    return ""
 
 
 def mask_offsets_problem(offsets: Any, num_tokens: int) -> str:
     """Return the problem of offsets for a sample of ``num_tokens``; "" if there is none."""
     import numpy as np
 
-    if problem := _problem(offsets):
+    if problem := mask_ids_problem(offsets, num_tokens):
         return problem
     values = np.asarray([] if offsets is None else offsets)
     if values.size and (values[0] != 0 or (np.diff(values) < 0).any()):
@@ -152,18 +162,4 @@ def mask_problem(ids: Any, offsets: Any, response_length: int) -> str:
         return f"{len(offsets)} rollout_top_p_token_offsets for {response_length} response tokens"
     if int(offsets[-1]) != len(ids):
         return f"{len(ids)} rollout_top_p_token_ids, but the offsets end at {int(offsets[-1])}"
-    return ""
-
-
-def _problem(values: Any) -> str:
-    import numpy as np
-
-    if values is None:
-        return ""
-    try:
-        found = np.asarray(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        return f"that are not an array ({error})"
-    if found.ndim != 1 or (found.size and (found.dtype.kind not in "iu" or found.min() < 0)):
-        return f"of {found.dtype} and shape {list(found.shape)}, not whole numbers from 0 on"
     return ""

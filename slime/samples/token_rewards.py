@@ -66,7 +66,7 @@ def note_token_rewards(sample: Any, values: Any, origin: str, why: str = "") -> 
 
 
 def is_reward_list(reward: Any) -> bool:
-    """Return whether a reward has one number per token or turn. An array of one number counts as a
+    """Tell whether a reward has one number per token or turn. An array of one number counts as a
     single number."""
     if isinstance(reward, list | tuple):
         return True

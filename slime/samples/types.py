@@ -440,7 +440,7 @@ class Sample:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Sample:
-        """Inverse of `to_dict`; unknown keys become attributes, so dumps of plugins survive."""
+        """Invert `to_dict`. Unknown keys become attributes, so dumps of plugins survive."""
         data = dict(data)
         data["status"] = SampleStatus(data.get("status", "pending"))
         data["spec_info"] = SpecInfo.from_dict(data.get("spec_info") or {})

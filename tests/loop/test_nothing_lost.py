@@ -174,7 +174,7 @@ def test_another_learning_rate_behind_a_kill(begin: Callable[..., Driver], hold:
     driver = begin("rate", *flags, "--lr", 1e-3)
     assert driver.end() == 0, driver.stderr
     assert (
-        driver.stderr.count("the run goes on from its checkpoint in another way than before") == 1
+        driver.stderr.count("the run continues from its checkpoint in another way than before") == 1
     )
     assert sorted(group for group, lives in scores.by_group().items() if len(lives) > 1) == [
         4,

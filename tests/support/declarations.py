@@ -58,6 +58,7 @@ PLACES: dict[str, tuple[Part, ...]] = {
     "rollout/rewards/pool.py": ("collection", "generation"),
     "rollout/sft.py": ("collection", "generation"),
     "rollout/user_rollouts.py": ("collection", "generation"),
+    "rollout/teachers.py": ("collection", "generation", "samples"),
     "samples": ("samples",),
     "sandbox": ("generation",),
     "trainer": ("training",),

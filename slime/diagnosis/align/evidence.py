@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -87,19 +88,7 @@ class Differences:
     @staticmethod
     def of(samples: Sequence[Scored], trainer: Sequence[Tensor]) -> Differences:
         """Compare the engine's log-probs in ``samples`` with the trainer's, [R] per sample."""
-        columns: dict[str, list[Tensor]] = {
-            key: []
-            for key in (
-                "values",
-                "position",
-                "depth",
-                "since",
-                "sample",
-                "turn",
-                "version",
-                "tokens",
-            )
-        }
+        columns: defaultdict[str, list[Tensor]] = defaultdict(list)
         for number, (sample, scores) in enumerate(zip(samples, trainer, strict=True)):
             kept = sample.counted
             count = sample.response_length

@@ -78,8 +78,8 @@ class Sampling:
     renormalised: bool = False
 
     def log_probs(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """float32 [rows, vocab], int64 [rows] → [rows]. A target that the filters drop gets its
-        log-prob over all tokens."""
+        """Return the log-probs of targets, float32 [rows], from logits [rows, vocab] and int64
+        targets [rows]. A target that the filters drop gets its log-prob over all tokens."""
         log_probs = torch.log_softmax(logits / self.temperature, dim=-1)
         chosen = log_probs.gather(1, targets[:, None])[:, 0]
         if not self.renormalised:

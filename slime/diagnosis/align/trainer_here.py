@@ -23,7 +23,6 @@ from slime.models.vision import seeing
 from slime.processes.host import reserve_port
 from slime.samples.batch import StepPlan, TrainBatch
 from slime.trainer.megatron import device
-from slime.weights.source import iter_hf_tensors
 
 device.install()  # before anything imports megatron
 
@@ -87,13 +86,6 @@ class TrainerHere:
     ) -> None:
         parallel.shut_down()
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return Hugging Face name → copy of the weight."""
-        return {
-            name: tensor.detach().clone()
-            for name, tensor in iter_hf_tensors(self.chunks, self.hf_config)
-        }
-
     def log_probs(self, samples: Sequence[Scored], temperature: float) -> list[Tensor]:
         """Score the samples one by one; return log-probs, float64 [R] per sample."""
         return [self._run(sample, temperature)[1].double().cpu() for sample in samples]
@@ -104,7 +96,7 @@ class TrainerHere:
         seen: dict[str, Tensor] = {}
         (model,) = self.chunks
         hooks = [
-            _watch_input(model.decoder, "embedding", seen),
+            _watch_input(model.decoder, seen),
             _watch(model.decoder.final_layernorm, "norm", seen),
         ]
         for number, layer in enumerate(model.decoder.layers):
@@ -186,12 +178,12 @@ def _computes(module: Any) -> bool:
     return type(module).__name__ != "IdentityOp"
 
 
-def _watch_input(decoder: Any, name: str, seen: dict[str, Tensor]) -> Any:
-    """Record the input of the first layer: token embeddings with image features inserted."""
+def _watch_input(decoder: Any, seen: dict[str, Tensor]) -> Any:
+    """Record the input of the first layer as "embedding": token embeddings with image features
+    inserted."""
 
     def keep(_: Any, __: Any, given: dict[str, Any]) -> None:
-        value = given["hidden_states"]
-        seen[name] = value.detach().float().reshape(-1, value.shape[-1]).cpu().clone()
+        seen["embedding"] = _copied(given["hidden_states"])
 
     return decoder.register_forward_pre_hook(keep, with_kwargs=True)
 
@@ -201,6 +193,11 @@ def _watch(module: Any, name: str, seen: dict[str, Tensor]) -> Any:
         value, bias = output if isinstance(output, tuple) else (output, None)
         if bias is not None and bias.shape[-1:] == value.shape[-1:]:
             value = value + bias
-        seen[name] = value.detach().float().reshape(-1, value.shape[-1]).cpu().clone()
+        seen[name] = _copied(value)
 
     return module.register_forward_hook(keep)
+
+
+def _copied(value: Tensor) -> Tensor:
+    """Copy an output to the CPU as float32 [tokens, hidden]."""
+    return value.detach().float().reshape(-1, value.shape[-1]).cpu().clone()

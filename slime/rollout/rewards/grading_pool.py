@@ -63,7 +63,7 @@ class GradingPool:
         self._all: set[_GradingWorker] = set()
 
     async def grade(self, grader: str, response: str, label: Any, deadline: float) -> Grade:
-        """Grade one response; never raises for what the response contains.
+        """Grade one response. No content of a response makes it raise.
 
         Raises:
             UserError: worker processes cannot be started at all, or the grader refuses the label.

@@ -101,7 +101,7 @@ class RewardJudge:
             task = read_task(metadata, "the first")
             check_task(task)
         except UserError as error:
-            return RowProblem("have instructions that cannot be judged", _told(error), error.fix)
+            return RowProblem("have instructions that cannot be judged", error.in_brief, error.fix)
         names = sorted({name for name, _ in task})
         return self._once("\n".join(names), lambda: check_data(names))
 
@@ -155,7 +155,7 @@ class RewardJudge:
                 check()
             except UserError as error:
                 self._known[key] = RowProblem(
-                    "name a reward that cannot judge them", _told(error), error.fix
+                    "name a reward that cannot judge them", error.in_brief, error.fix
                 )
         return self._known[key]
 
@@ -164,13 +164,8 @@ def _makes_samples(config: Config) -> bool:
     """Tell whether user functions turn rows into samples or judge them, so rows cannot be checked
     alone."""
     rollout = config.rollout
-    own = (
-        config.reward.custom_rm_path,
-        rollout.custom_generate_function_path,
-        rollout.rollout_sample_hook_path,
+    return bool(
+        config.reward.custom_rm_path
+        or rollout.custom_generate_function_path
+        or rollout.rollout_sample_hook_path
     )
-    return any(own)
-
-
-def _told(error: UserError) -> str:
-    return f"{error.what} ({error.why})" if error.why else error.what

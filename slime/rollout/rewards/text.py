@@ -124,7 +124,8 @@ def final_text(text: str) -> str | None:
 
 
 def normalise_answer(text: str) -> str:
-    """Lower case, without punctuation, articles and surplus blanks (SQuAD, arXiv:1606.05250).
+    """Return the text in lower case, without punctuation, articles and surplus blanks (SQuAD,
+    arXiv:1606.05250).
 
     Points, apostrophes and the commas of numbers vanish as in SQuAD (U.S. is US, 1,000 is 1000);
     other punctuation separates words, so that "well-known" is "well known". A letter with an accent
@@ -139,7 +140,7 @@ def normalise_answer(text: str) -> str:
 
 
 def grade_f1(response: str, label: Any) -> float:
-    """Token F1 of the label and the text after ``</think>``, both normalised.
+    """Return the token F1 of the label and the text after ``</think>``, both normalised.
 
     Example (2 of 3 words are right, 2 of 2 are found):
         >>> grade_f1("The big red dog", "red dog")
@@ -150,7 +151,7 @@ def grade_f1(response: str, label: Any) -> float:
 
 
 def f1_of_words(response: str, label: Any) -> tuple[float, float, float]:
-    """F1, precision and recall of the words of ``response``.
+    """Return F1, precision and recall of the words of ``response``.
 
     A label that normalisation empties ("A", "<") is compared as it is, except for case.
     """
