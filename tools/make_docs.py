@@ -7,7 +7,7 @@ python tools/make_docs.py
     docs/known-problems.md  from slime/diagnosis/data/
     docs/import-paths.md    from slime/compat/import_paths.toml
     docs/lora.md            its table of what fits, from the memory plan
-    docs/algorithms.md      its estimators, from slime/algorithms/estimators.py
+    docs/algorithms.md      its estimators and preference losses, from slime/algorithms/
     docs/model-families.md  its table, from the docstrings of slime/models/
     docs/coming-from.md     its tables, from slime/config/data/other_systems.toml and the flag tables
 """
@@ -514,6 +514,29 @@ def _estimator_sections() -> str:
     return "\n".join(parts)
 
 
+def _preference_table() -> str:
+    from slime.algorithms.preferences import PREFERENCES
+    from slime.config.flags import own_flags
+
+    defaults = {spec.option: spec.default for spec in own_flags().values()}
+    lines = [
+        "| `--preference-loss` | loss | flags (defaults) | when to use it |",
+        "|---|---|---|---|",
+    ]
+    for name, row in PREFERENCES.items():
+        facts = row.facts
+        flags = [] if facts.beta is None else [f"`--preference-beta` {facts.beta:g}"]
+        flags += ["`--preference-label-smoothing`"] if facts.smooths_labels else []
+        flags += ["`--preference-sft-coef`"] if facts.adds_sft else []
+        flags += [f"`{option}` {defaults[option]:g}" for option in row.own_flags]
+        number = re.search(r"arXiv:(\d{4}\.\d{5})", row.paper)
+        assert number is not None, row.paper
+        paper = f"[{number[1]}](https://arxiv.org/abs/{number[1]})"
+        formula = row.formula.replace("|", "\\|")
+        lines.append(f"| `{name}` ({paper}) | {formula} | {', '.join(flags)} | {row.choose} |")
+    return "\n".join(lines) + "\n"
+
+
 # -- docs/model-families.md ------------------------------------------------------------------------
 
 
@@ -640,7 +663,7 @@ def _longest(model: Path, gpus: int, positions: int, flags: dict[str, Any]) -> d
 PAGES: dict[str, Callable[[], str]] = {
     "docs/lora.md": lambda: _page_with_tables("docs/lora.md", _fits_table()),
     "docs/algorithms.md": lambda: _page_with_tables(
-        "docs/algorithms.md", _estimator_chooser(), _estimator_sections()
+        "docs/algorithms.md", _estimator_chooser(), _estimator_sections(), _preference_table()
     ),
     "docs/model-families.md": lambda: _page_with_tables(
         "docs/model-families.md", _family_table(), _not_trained_table(), _refused_by_sglang_table()

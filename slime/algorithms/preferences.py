@@ -245,11 +245,17 @@ class Preference:
     Attributes:
         facts: name, and facts that flags depend on.
         paper: its source.
+        formula: the loss, in the symbols of docs/algorithms.md.
+        own_flags: the flags of this loss alone.
+        choose: when to use it.
         loss: the scores of a micro-batch's answers → loss per pair, or per answer.
     """
 
     facts: PreferenceFacts
     paper: str
+    formula: str
+    own_flags: tuple[str, ...] = ()
+    choose: str
     loss: Callable[[PreferenceInputs], PreferenceLoss]
 
 
@@ -259,26 +265,42 @@ PREFERENCES: dict[str, Preference] = {
         Preference(
             facts=PREFERENCE_FACTS["dpo"],
             paper="Rafailov et al., Direct Preference Optimization (arXiv:2305.18290)",
+            formula="−log σ(β (r_c − r_r)); with smoothing ε (1 − ε) of it and ε of its opposite",
+            choose="pairs; the usual choice. Try β from 0.05 to 0.5",
             loss=dpo,
         ),
         Preference(
             facts=PREFERENCE_FACTS["ipo"],
             paper="Azar et al., A General Theoretical Paradigm (arXiv:2310.12036), section 5",
+            formula="(r_c/|c| − r_r/|r| − 1/(2β))²",
+            choose="pairs whose labels nearly always agree: the margin has a target, where DPO's "
+            "grows without bound",
             loss=ipo,
         ),
         Preference(
             facts=PREFERENCE_FACTS["simpo"],
             paper="Meng et al., SimPO (arXiv:2405.14734)",
+            formula="−log σ(β (s_c/|c| − s_r/|r|) − γ)",
+            own_flags=("--simpo-gamma",),
+            choose="pairs, if responses grow too long with DPO, or there is no memory for a "
+            "reference model. Try β from 2 to 2.5 and γ/β from 0.3 to 0.5",
             loss=simpo,
         ),
         Preference(
             facts=PREFERENCE_FACTS["kto"],
             paper="Ethayarajh et al., KTO (arXiv:2402.01306)",
+            formula="λ_D (1 − σ(β (r − z))) of a desirable response, λ_U (1 − σ(β (z − r))) of an "
+            "undesirable one",
+            own_flags=("--kto-desirable-weight", "--kto-undesirable-weight"),
+            choose="single responses labelled good or bad",
             loss=kto,
         ),
         Preference(
             facts=PREFERENCE_FACTS["reward_model"],
             paper="Ouyang et al., InstructGPT (arXiv:2203.02155), section 3.4",
+            formula="−log σ(R_c − R_r) + c (R_c + R_r)², with c of `--reward-center-coef`",
+            own_flags=("--reward-center-coef",),
+            choose="pairs, to train a reward model for RL",
             loss=bradley_terry,
         ),
     )

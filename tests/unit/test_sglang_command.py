@@ -189,6 +189,18 @@ def test_a_router_that_compares_loads_needs_their_route(
         command.check_sglang(config)
 
 
+@pytest.mark.parametrize(("version", "is_refused"), [("0.5.15", True), ("0.5.16", False)])
+def test_sampling_masks_need_a_version_that_tells_them(
+    monkeypatch: pytest.MonkeyPatch, version: str, is_refused: bool
+) -> None:
+    monkeypatch.setattr(command, "installed_version", lambda: version)
+    config = run_config(rollout_top_p=0.9)
+    assert config.algorithm.use_sampling_mask
+    refused = pytest.raises(UserError, match="use-sampling-mask") if is_refused else nullcontext()
+    with refused:
+        command.check_sglang(config)
+
+
 @pytest.mark.parametrize(
     ("version", "said"),
     [

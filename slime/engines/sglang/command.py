@@ -47,6 +47,8 @@ HEALTH_PATH = "/health_generate"
 
 #: The first version without the route by which the router compares engines' loads.
 _WITHOUT_GET_LOAD = (0, 5, 21)
+#: The first version whose requests have ``return_sampling_mask``.
+_WITH_SAMPLING_MASKS = (0, 5, 16)
 
 #: Whether SGLang's /health generates a token, as /health_generate always does, or only answers.
 HEALTH_GENERATES = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
@@ -107,6 +109,14 @@ def check_sglang(config: Config) -> None:
             why="the router asks engines for /get_load, which SGLang removed in 0.5.21, and would "
             "choose at random",
             fix="pass another policy, such as cache_aware",
+        )
+    with_masks = config.algorithm.use_sampling_mask
+    if with_masks and version and version_of(version)[:3] < _WITH_SAMPLING_MASKS:
+        raise UserError(
+            f"--use-sampling-mask does not go with SGLang {version}",
+            why="it does not tell from which tokens each one was sampled",
+            fix=f"install SGLang {'.'.join(map(str, _WITH_SAMPLING_MASKS))} or newer, or pass "
+            "--no-use-sampling-mask for log-probs of the whole vocabulary",
         )
     flags = config.engine.sglang
     num_gpus = config.cluster.rollout_num_gpus_per_engine
