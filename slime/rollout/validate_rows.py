@@ -184,7 +184,7 @@ def _check_flags(config: Config, errors: list[UserError]) -> None:
         return
     columns: Iterable[str] = ()
     with contextlib.suppress(UserError):  # reported where the rows are read
-        columns = next(iter_rows(data.prompt_data))[1]
+        _, columns = next(iter_rows(data.prompt_data), ("", ()))
     try:
         check_label_key(config, columns)
     except UserError as error:

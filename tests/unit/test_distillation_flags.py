@@ -8,7 +8,7 @@ import pytest
 
 from slime.config import make_config
 from slime.errors import UserError
-from slime.prompts.row_format import RowFormat
+from slime.prompts.row_format import check_label_key
 from slime.rollout.rewards.row_checks import RewardJudge
 
 URL = {"opd_teacher_urls": ["http://teacher:30000"]}
@@ -90,10 +90,10 @@ def test_a_key_that_chooses_among_fewer_than_two_teachers_is_warned_of(
 def test_a_teacher_teaches_without_the_labels_of_a_grader() -> None:
     graded: dict[str, Any] = {"rm_type": "math", "prompt_data": "rows.jsonl"}
     config = make_config(use_opd=True, **DIR, **graded)
-    assert RowFormat.of(config).label_key is None
+    check_label_key(config)
     judge = RewardJudge.of_training(config)
     assert judge is not None and judge.rm_type is None
     every_group_is_left_out = {"dynamic_sampling_filter_path": "filters.keep"}
     for flags in ({}, {"use_opd": True, **DIR, **every_group_is_left_out}):
         with pytest.raises(UserError, match="compares responses with labels, and there are none"):
-            RowFormat.of(make_config(**graded, **flags))
+            check_label_key(make_config(**graded, **flags))
