@@ -284,7 +284,7 @@ class AlgorithmConfig:
     use_sampling_mask: bool = derived(
         "on with rollout_top_k, rollout_top_p or rollout_min_p, unless your function generates",
         needs=SAMPLES,
-        read_by=("generation", "samples"),
+        read_by=("generation", "samples", "engine"),
     )
     """Compute log-probs over only the tokens that top-k, top-p and min-p allow, in both engine and
     trainer."""
