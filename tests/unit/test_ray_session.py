@@ -173,8 +173,9 @@ from tests.support.processes import wait_until
 assert dead_daemons() == []
 assert start_ray(make_config(num_rollout=1, rollout_batch_size=1, rm_type="random"), 1)
 assert dead_daemons() == []
-[raylet] = [process for process in psutil.Process().children(recursive=True) \
-if process.name() == "raylet"]
+family = {child.pid for child in psutil.Process().children(recursive=True)}
+[raylet] = [process for process in psutil.process_iter(["name"]) \
+if process.pid in family and process.info["name"] == "raylet"]
 raylet.kill()
 wait_until(lambda: dead_daemons() == ["raylet"], "its end")
 print("seen", flush=True)
@@ -202,8 +203,9 @@ def leave(file):
 assert start_ray(make_config(num_rollout=1, rollout_batch_size=1, rm_type="random"), 1)
 ray.get(leave.remote(sys.argv[1]))
 wait_until(lambda: os.path.exists(sys.argv[1]), "the daemon runs")
-family = psutil.Process().children(recursive=True)
-ports = {each.laddr.port for child in family for each in child.net_connections("tcp") \
+family = {child.pid for child in psutil.Process().children(recursive=True)}
+ports = {each.laddr.port for process in psutil.process_iter(["net_connections"]) \
+if process.pid in family for each in process.info["net_connections"] or () \
 if each.status == "LISTEN"}
 daemon = os.pidfd_open(int(open(sys.argv[1]).read()))
 ray.shutdown()
