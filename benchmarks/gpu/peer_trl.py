@@ -37,18 +37,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.peer_verl import PROMPT_TOKENS, compare, measure_slime, run_peer, speed
-from benchmarks.gpu.report import Report, Row
+from benchmarks.gpu.peer_verl import PROMPT_TOKENS, run_cases, run_peer, speed
+from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import (
     made_up_prompts,
     make_model,
     median,
     new_run_parser,
-    workspace,
 )
 
 SIDE = Path(__file__).with_name("trl_side.py")
@@ -237,20 +235,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.prepare is not None:
         prepare(args, args.prepare.resolve())
         return 0
-    report = Report("colocated step against TRL", args)
-    with workspace() as scratch:
-        folder = args.keep.resolve() if args.keep is not None else scratch
-        folder.mkdir(parents=True, exist_ok=True)
-        model = make_model(args, scratch).resolve()
-        for case in args.cases:
-            measure = (
-                partial(measure_slime, args, model, folder / case)
-                if case == "slime"
-                else partial(measure_trl, args, model, folder / case, case)
-            )
-            report.case(case, measure)
-        report.case("ratio", partial(compare, report.rows, "trl"))
-    return report.finish()
+    return run_cases(args, "trl", measure_trl, "TRL")
 
 
 if __name__ == "__main__":

@@ -352,6 +352,32 @@ def compare(rows: list[Row], peer: str) -> Row:
     return {**speeds, "goals": [at_least(f"samples/s, slime ÷ {best}", ratio, 1.5)]}
 
 
+def run_cases(
+    args: argparse.Namespace, peer: str, measure_peer: Callable[..., Row], title: str = ""
+) -> int:
+    """Measure --cases and compare them; return the exit status.
+
+    Args:
+        peer: the other system, with whose name its cases begin.
+        measure_peer: measures one of its cases: (args, model, folder, case) → row.
+        title: the system's name in the report; default: ``peer``.
+    """
+    report = Report(f"colocated step against {title or peer}", args)
+    with workspace() as scratch:
+        folder = args.keep.resolve() if args.keep is not None else scratch
+        folder.mkdir(parents=True, exist_ok=True)
+        model = make_model(args, scratch).resolve()
+        for case in args.cases:
+            measure = (
+                partial(measure_slime, args, model, folder / case)
+                if case == "slime"
+                else partial(measure_peer, args, model, folder / case, case)
+            )
+            report.case(case, measure)
+        report.case("ratio", partial(compare, report.rows, peer))
+    return report.finish()
+
+
 def prepare(args: argparse.Namespace, folder: Path) -> None:
     """Write model, data and command line; compose verl's configuration."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -395,20 +421,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.prepare is not None:
         prepare(args, args.prepare.resolve())
         return 0
-    report = Report("colocated step against verl", args)
-    with workspace() as scratch:
-        folder = args.keep.resolve() if args.keep is not None else scratch
-        folder.mkdir(parents=True, exist_ok=True)
-        model = make_model(args, scratch).resolve()
-        for case in args.cases:
-            measure = (
-                partial(measure_slime, args, model, folder / case)
-                if case == "slime"
-                else partial(measure_verl, args, model, folder / case, case)
-            )
-            report.case(case, measure)
-        report.case("ratio", partial(compare, report.rows, "verl"))
-    return report.finish()
+    return run_cases(args, "verl", measure_verl)
 
 
 if __name__ == "__main__":

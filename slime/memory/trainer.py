@@ -12,7 +12,6 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from slime.config.config import Config
@@ -26,11 +25,11 @@ from slime.memory.activations import (
 from slime.memory.hardware import FLASH4_WIDEST
 from slime.models import table_of
 from slime.models.adapters import AdapterConfig, adapter_family
+from slime.models.context import model_context
 from slime.models.layout_rules import layout_of
 from slime.models.layouts import Layout, SomeParts
 from slime.models.mixers import FLOAT32_BYTES, Kernels, mixers_of
-from slime.models.nested import context_length
-from slime.models.spec import ModelSpec, read_hf_config
+from slime.models.spec import ModelSpec
 from slime.models.table import Parameter
 from slime.models.vision import frozen_parts, is_projector
 
@@ -688,7 +687,7 @@ def _torch_version() -> tuple[int, ...]:
 
 def longest_sequence(config: Config) -> tuple[int, bool]:
     """Return (maximum tokens of prompt and response, whether that is a guess because neither a flag
-    nor the model's context bounds the prompt)."""
+    nor the engines' context bounds the prompt)."""
     rollout = config.rollout
     cap = config.train.seq_length
     if rollout.rollout_max_context_len is not None:
@@ -697,19 +696,10 @@ def longest_sequence(config: Config) -> tuple[int, bool]:
         return cap, False
     prompt = config.data.rollout_max_prompt_len
     longest = rollout.rollout_max_response_len + (prompt or _ASSUMED_PROMPT)
-    context = _context_length(config)
+    context = model_context(config)
     if context is not None and context <= longest:
         return context, False
     return longest, prompt is None
-
-
-def _context_length(config: Config) -> int | None:
-    """Return the context length of the engines, or that of the model; None if unknown."""
-    asked = config.values().get("sglang_context_length")
-    file = Path(config.checkpoint.hf_checkpoint or "") / "config.json"
-    if asked or not file.is_file():
-        return int(asked) if asked else None
-    return context_length(read_hf_config(file))
 
 
 def _teachers_of(config: Config, layout: Layout) -> dict[str, Any]:

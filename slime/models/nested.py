@@ -79,16 +79,6 @@ def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return inner if isinstance(inner, Mapping) else config
 
 
-def context_length(config: Mapping[str, Any]) -> int | None:
-    """Return the most tokens of prompt and response that config.json names: the positions times
-    the factor of the rotary scaling, unless they already include it. None if it names none."""
-    model = decoder_config(config)
-    positions = model.get("max_position_embeddings")
-    scaling = model.get("rope_scaling") or model.get("rope_parameters") or {}
-    is_scaled = "original_max_position_embeddings" in scaling or "factor" not in scaling
-    return None if not positions else int(positions if is_scaled else positions * scaling["factor"])
-
-
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the part of config.json that describes the decoder, with ``tie_word_embeddings`` from
     the top level.

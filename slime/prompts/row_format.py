@@ -48,12 +48,7 @@ from slime.prompts.preference_rows import (
     odd_pair,
     with_prompt,
 )
-from slime.prompts.problems import (
-    RowProblem,
-    missing_keys,
-    remark,
-    usual_column,
-)
+from slime.prompts.problems import RowProblem, missing_keys, remark, usual_column
 from slime.prompts.text_remarks import remarks_on_answers, remarks_on_text, repeated_message
 from slime.samples.media import IMAGES
 from slime.user_code.overrides import follows_old_plugin
@@ -719,7 +714,8 @@ def _unread_columns(
 def _unread_keys(
     messages: Messages | None, talk: tuple[list[Any], Any] | None, form: RowFormat, tokenizer: Any
 ) -> set[str]:
-    """
+    """Return the keys of messages and of their parts that nothing reads.
+
     Args:
         talk: the messages as the row has them.
     """

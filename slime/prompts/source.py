@@ -18,7 +18,6 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,8 +27,7 @@ from slime.config.flag import option_of
 from slime.errors import UserError
 from slime.log import get_logger, tell
 from slime.models import vocab_size_of
-from slime.models.nested import context_length
-from slime.models.spec import read_hf_config
+from slime.models.context import model_context
 from slime.prompts.chat_template import carries_template, template_markers
 from slime.prompts.order import MappedOrder, PromptOrder, StreamedOrder
 from slime.prompts.prepare import ALL_ROWS, Checker, RowJudge, prepare
@@ -451,31 +449,6 @@ def prompt_checker(config: Config, tokenizer: Any, path: str | None = None) -> C
 def vocab_size_of_run(config: Config) -> int | None:
     """Return the vocabulary size of the model that is trained; None if it is unknown."""
     return vocab_size_of(config.checkpoint.hf_checkpoint, config.checkpoint.model_name)
-
-
-def model_context(config: Config) -> int | None:
-    """Return the default context length of the run's engines, in tokens of prompt and response;
-    None if unknown, because engines are external or user functions make the requests.
-
-    SGLang uses ``--sglang-context-length``, else the model's positions times the factor of its
-    rotary scaling (unless the positions already include it).
-    """
-    rollout = config.rollout
-    own = (
-        rollout.rollout_function_path
-        or rollout.custom_generate_function_path
-        or rollout.rollout_sample_hook_path
-    )
-    model_path = config.checkpoint.hf_checkpoint
-    if own or config.engine.rollout_external_engine_addrs or model_path is None:
-        return None
-    asked = config.values().get("sglang_context_length")
-    if asked:
-        return int(asked)
-    file = Path(model_path) / "config.json"
-    if not file.is_file():
-        return None
-    return context_length(read_hf_config(file))
 
 
 def max_prompt_tokens(config: Config) -> int | None:

@@ -12,11 +12,12 @@ from typing import Any
 
 from slime.config.config import Config
 from slime.log import get_logger
+from slime.models.context import model_context
 from slime.prompts.dataset_folders import EVALUATION
 from slime.prompts.images import ImageSources
 from slime.prompts.prepare import Checker, read_samples
 from slime.prompts.row_format import RowFormat, keeps_raw_labels
-from slime.prompts.source import model_context, vocab_size_of_run
+from slime.prompts.source import vocab_size_of_run
 from slime.rollout.eval_datasets import EvalDataset
 from slime.rollout.generate import context_limit
 from slime.rollout.metrics import pass_at_k_metrics, reward_parts, sample_metrics, trajectory_scores

@@ -31,6 +31,7 @@ from slime.config.config import Config
 from slime.documentation import doc_url
 from slime.errors import UserError
 from slime.log import get_logger
+from slime.models.context import model_context
 from slime.processes.host import without_working_directory
 from slime.processes.owner import follow_parent
 from slime.prompts.conversation import read_messages
@@ -50,7 +51,7 @@ from slime.prompts.readers import Row, Rows, iter_rows, open_rows, split_slice
 from slime.prompts.reference_masks import mask_difference
 from slime.prompts.row_format import Prompt, check_label_key, left_out
 from slime.prompts.sft_encoding import Encoded, TrainedSequence, with_answer
-from slime.prompts.source import model_context, prompt_checker, vocab_size_of_run
+from slime.prompts.source import prompt_checker, vocab_size_of_run
 from slime.prompts.tokenizer import tokenizer_for_checks
 from slime.prompts.unknown_tokens import UnknownTokens
 from slime.rollout.eval_datasets import EvalDataset, eval_datasets

@@ -501,7 +501,6 @@ def warn_of_small_graphs(config: Config) -> None:
 
 def warn_of_experts_without_adapters(config: Config) -> None:
     """Warn if every Linear layer shall have an adapter and the routed experts get none."""
-    from slime.models import family_of
     from slime.models.adapters import EVERYTHING
 
     chosen = config.lora.lora_target_modules
@@ -535,7 +534,6 @@ def warn_of_high_learning_rate(config: Config) -> None:
     """Warn of a learning rate with which Adam destroys the model: of any model above 5e-3; of one
     that is trained in full and is no toy, above 100 times what is usual."""
     from slime.memory.trainer import rank_parameters
-    from slime.models import family_of
 
     if config.megatron.optimizer_name != "adam" or config.debug.debug_rollout_only:
         return

@@ -40,6 +40,7 @@ PLACES: dict[str, tuple[Part, ...]] = {
     # drafts are refused beside what requests ask for
     "engines/sglang/drafts.py": ("engine", "generation"),
     "models": ("trainer",),
+    "models/context.py": ("collection", "generation", "engine", "trainer"),
     "observe": ("driver",),
     "observe/recorder.py": ("driver", "samples"),
     "observe/run_folder.py": ("driver", "training"),  # holds the folder of the trainer's saves

@@ -105,7 +105,7 @@ def test_a_case_of_trl_reports_medians_behind_the_warm_up(
     settings = json.loads((tmp_path / "trl" / "settings.json").read_text())
     assert len({len(text) for text in settings["prompts"]}) == 1
     slime = {"case": "slime", "samples_per_second": 8.0}
-    goal = peer_trl.compare([slime, {"case": "trl", **row}], "trl")["goals"][0]
+    goal = peer_verl.compare([slime, {"case": "trl", **row}], "trl")["goals"][0]
     assert (goal["measured"], goal["met"]) == (1.5, True)
 
 
