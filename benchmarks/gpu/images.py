@@ -13,7 +13,6 @@ the reward is drawn by lot. The other side is the same model on the same questio
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 from collections.abc import Iterator
@@ -23,15 +22,14 @@ from typing import Any
 from benchmarks.gpu.colocated_step import breakdown
 from benchmarks.gpu.report import Report, Row, at_most
 from benchmarks.gpu.setting import (
-    byte_tokenizer,
     median,
     new_run_parser,
     run_training,
     workspace,
     write_apart,
 )
+from benchmarks.gpu.vision_models import tokenizer_with_marks, write_processors, write_weights
 
-_MARKS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 _TEXT_TOKENS = 256
 CASES = ["with drawings", "without"]
 #: Fields of the decoder and of the tower.
@@ -182,9 +180,7 @@ def write_model(size: str, path: Path) -> None:
     from transformers import Qwen3VLConfig
 
     decoder, tower = _SIZES[size]
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": _MARKS})
-    start, end, image, video = tokenizer.convert_tokens_to_ids(_MARKS)
+    tokenizer, tokens = tokenizer_with_marks()
     half = decoder["head_dim"] // 2
     rows = half * 5 // 16
     config = Qwen3VLConfig(
@@ -202,48 +198,12 @@ def write_model(size: str, path: Path) -> None:
             "pad_token_id": None,
         },
         vision_config={**tower, "patch_size": 16, "out_hidden_size": decoder["hidden_size"]},
-        image_token_id=image,
-        video_token_id=video,
-        vision_start_token_id=start,
-        vision_end_token_id=end,
+        **tokens,
         tie_word_embeddings=size != "tiny",
     )
     write_weights(config, path)
     tokenizer.save_pretrained(path)
-    common = {
-        "processor_class": "Qwen3VLProcessor",
-        "patch_size": 16,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-    }
-    limits = {"shortest_edge": 65536, "longest_edge": 16777216}
-    processors = {
-        "video_preprocessor_config.json": {
-            **common,
-            "video_processor_type": "Qwen3VLVideoProcessor",
-            "size": {"shortest_edge": 4096, "longest_edge": 25165824},
-        },
-        "preprocessor_config.json": {
-            **common,
-            "image_processor_type": "Qwen2VLImageProcessorFast",
-            "size": limits,
-        },
-    }
-    for name, settings in processors.items():
-        (path / name).write_text(json.dumps(settings, indent=1), encoding="utf-8")
-
-
-def write_weights(config: Any, path: Path) -> None:
-    import torch
-    from transformers import AutoModelForImageTextToText
-
-    torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
-    model.generation_config.eos_token_id = config.text_config.eos_token_id
-    model.save_pretrained(path)
+    write_processors(path)
 
 
 if __name__ == "__main__":

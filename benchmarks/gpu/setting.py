@@ -114,8 +114,13 @@ def _write_model(shape: str, path: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from benchmarks.gpu import vision_models
+
     settings = dict(SHAPES[shape])
     kind = settings.pop("model_type")
+    if kind == "qwen3_5_text":
+        vision_models.write_qwen3_5(settings, path)
+        return
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         config = AutoConfig.for_model(kind, **settings, eos_token_id=257, bos_token_id=None)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
