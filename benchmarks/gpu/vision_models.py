@@ -50,6 +50,10 @@ def write_qwen3_5(decoder: dict[str, Any], path: Path) -> None:
         tie_word_embeddings=decoder["tie_word_embeddings"],
     )
     write_weights(config, path)
+    # SGLang finds the layers with attention by it, and transformers leaves it out
+    written = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    written["text_config"]["full_attention_interval"] = decoder["full_attention_interval"]
+    (path / "config.json").write_text(json.dumps(written, indent=2), encoding="utf-8")
     write_processors(path)
     tokenizer.save_pretrained(path)
 
