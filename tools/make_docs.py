@@ -529,12 +529,41 @@ def _preference_table() -> str:
         flags += ["`--preference-label-smoothing`"] if facts.smooths_labels else []
         flags += ["`--preference-sft-coef`"] if facts.adds_sft else []
         flags += [f"`{option}` {defaults[option]:g}" for option in row.own_flags]
-        number = re.search(r"arXiv:(\d{4}\.\d{5})", row.paper)
-        assert number is not None, row.paper
-        paper = f"[{number[1]}](https://arxiv.org/abs/{number[1]})"
         formula = row.formula.replace("|", "\\|")
-        lines.append(f"| `{name}` ({paper}) | {formula} | {', '.join(flags)} | {row.choose} |")
+        cells = (f"`{name}` ({_arxiv(row.paper)})", formula, ", ".join(flags), row.choose)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _distillation_table() -> str:
+    from slime.algorithms.distillation import DISTILLATION_LOSSES
+    from slime.config.flags import own_flags
+
+    lines = [
+        "| `--opd-loss` | what it adds | flags (defaults) | when to use it |",
+        "|---|---|---|---|",
+    ]
+    for name, row in DISTILLATION_LOSSES.items():
+        flags = [
+            f"`{spec.option}` {spec.default:g}"
+            for spec in own_flags().values()
+            if spec.dest == "opd_kl_coef"
+            or any(
+                one.dest == "opd_loss" and name in one.values and not one.negated
+                for requirement in spec.meta.needs
+                for one in requirement.conditions
+            )
+        ]
+        cells = (f"`{name}` ({_arxiv(row.paper)})", row.formula, ", ".join(flags), row.choose)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _arxiv(paper: str) -> str:
+    """A link to a paper whose record names its number."""
+    number = re.search(r"arXiv:(\d{4}\.\d{5})", paper)
+    assert number is not None, paper
+    return f"[{number[1]}](https://arxiv.org/abs/{number[1]})"
 
 
 # -- docs/model-families.md ------------------------------------------------------------------------
@@ -663,7 +692,11 @@ def _longest(model: Path, gpus: int, positions: int, flags: dict[str, Any]) -> d
 PAGES: dict[str, Callable[[], str]] = {
     "docs/lora.md": lambda: _page_with_tables("docs/lora.md", _fits_table()),
     "docs/algorithms.md": lambda: _page_with_tables(
-        "docs/algorithms.md", _estimator_chooser(), _estimator_sections(), _preference_table()
+        "docs/algorithms.md",
+        _estimator_chooser(),
+        _estimator_sections(),
+        _distillation_table(),
+        _preference_table(),
     ),
     "docs/model-families.md": lambda: _page_with_tables(
         "docs/model-families.md", _family_table(), _not_trained_table(), _refused_by_sglang_table()

@@ -1,13 +1,65 @@
-"""On-policy distillation on sampled tokens: the log-prob difference of student and teacher, and the
-advantages that it gives. Divergences between whole distributions are in `divergence`.
+"""On-policy distillation: a record of each loss, and what `sampled` computes: the log-prob
+difference of student and teacher, and the advantages that it gives. The other losses, divergences
+between whole distributions, are computed in `divergence`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationLoss:
+    """A value of ``--opd-loss``. Which flags act on it follows from their conditions.
+
+    Attributes:
+        paper: its source.
+        formula: what it adds, in the symbols of docs/algorithms.md.
+        choose: when to use it.
+    """
+
+    name: str
+    paper: str
+    formula: str
+    choose: str
+
+
+DISTILLATION_LOSSES: dict[str, DistillationLoss] = {
+    row.name: row
+    for row in (
+        DistillationLoss(
+            name="sampled",
+            paper="Agarwal et al., GKD (arXiv:2306.13649), section 3",
+            formula="A_t ← A_t − c·(log S(y_t) − log P(y_t)) of the sampled token; its mean is the "
+            "reverse KL",
+            choose="the default: it needs one number per token, which every teacher can give",
+        ),
+        DistillationLoss(
+            name="reverse_kl",
+            paper="Agarwal et al., GKD (arXiv:2306.13649), section 2",
+            formula="the loss term c·KL(S ‖ P)",
+            choose="the same objective per token with less noise. Mode-seeking: the student drops "
+            "what the teacher finds unlikely",
+        ),
+        DistillationLoss(
+            name="forward_kl",
+            paper="Agarwal et al., GKD (arXiv:2306.13649), section 2",
+            formula="c·KL(P ‖ S)",
+            choose="to keep all that the teacher may say. Mode-covering: a student that cannot "
+            "follow also gets what lies between",
+        ),
+        DistillationLoss(
+            name="jsd",
+            paper="Agarwal et al., GKD (arXiv:2306.13649), eq. 1",
+            formula="c·(β KL(P ‖ M) + (1 − β) KL(S ‖ M)), M = β P + (1 − β) S, β `--opd-jsd-beta`",
+            choose="between the two, and bounded where student and teacher share little",
+        ),
+    )
+}
 
 
 def sampled_reverse_kl(

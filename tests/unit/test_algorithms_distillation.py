@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import slime.algorithms.logprobs as blocks
-from slime.algorithms.distillation import distilled_advantages, sampled_reverse_kl
+from slime.algorithms.distillation import (
+    DISTILLATION_LOSSES,
+    distilled_advantages,
+    sampled_reverse_kl,
+)
 from slime.algorithms.divergence import (
     DIVERGENCES,
     DivergenceKind,
@@ -25,9 +29,15 @@ from slime.algorithms.divergence import (
     top_tokens,
 )
 from slime.algorithms.logprobs import KeptTokens, VocabShard, linear_log_probs
+from slime.config.flags import own_flags
 from tests.support.trainer_ranks import Pools
 
 KINDS = pytest.mark.parametrize("kind", DIVERGENCES)
+
+
+def test_every_loss_of_the_flag_has_a_record() -> None:
+    assert tuple(DISTILLATION_LOSSES) == own_flags()["opd_loss"].choices
+    assert tuple(DISTILLATION_LOSSES) == ("sampled", *DIVERGENCES)
 
 
 def problem(n: int, vocab: int, seed: int) -> tuple[OutputRows, OutputRows]:

@@ -26,7 +26,7 @@ FILES = read_package(ROOT / "slime")
 #: more raises its number and says what for.
 BUDGETS = {
     "agents": 1_614,
-    "algorithms": 1_425,  # four estimators, sampling masks, divergences, formulas for the docs
+    "algorithms": 1_464,  # four estimators, sampling masks, divergences, formulas for the docs
     "checkpoints": 4_941,  # MXFP4, reward models, names of PEFT, adapters of a critic
     "cli": 2_744,  # plan, launch, compare, images in a chat, flags and adapters without effect
     "cluster": 4_823,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
@@ -45,7 +45,7 @@ BUDGETS = {
     "processes": 1_102,  # the preloaded process
     "prompts": 5_490,  # images, preferences, forms of messages, what templates leave out
     "rollout": 9_796,  # images of answers, of teachers and of reward models, evaluation sets
-    "run": 2_342,  # teachers that see, lengths for longrope, profiles, data sets from Python
+    "run": 2_340,  # teachers that see, lengths for longrope, profiles, data sets from Python
     "samples": 2_419,  # rewards of tokens and turns, whole pairs, images behind other prompts
     "sandbox": 925,
     "trainer": 9_690,  # a critic that shares its base, attention within images by packed kernels
