@@ -16,7 +16,7 @@ _MARKS = {
 }
 
 
-def tokenizer_with_marks() -> tuple[Any, dict[str, int]]:
+def tokenizer_with_marks() -> tuple[Any, dict[str, Any]]:
     """A byte tokenizer with the tokens around images, and these tokens by their names in a
     config."""
     tokenizer = byte_tokenizer()
