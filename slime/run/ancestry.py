@@ -22,6 +22,7 @@ from slime.config.config import Config
 from slime.config.flags import all_flags
 from slime.files import content_fingerprint, json_safe, parse_json, read_plain
 from slime.log import get_logger
+from slime.user_code.hooks import HOOKS
 from slime.user_code.loading import fingerprint
 
 logger = get_logger(__name__)
@@ -251,7 +252,7 @@ def training_fingerprint(config: Config) -> str:
     functions = [
         value
         for name, value in values.items()
-        if name.endswith("_path") and isinstance(value, str) and value
+        if name in HOOKS and isinstance(value, str) and value
     ]
     return fingerprint(json_safe([values, config.extra]), functions)
 

@@ -274,6 +274,7 @@ def test_adapters_count_with_their_settings_and_with_what_they_begin_from(tmp_pa
         for path in (None, str(tmp_path))
     ]
     assert begun[0] != begun[1]
+    assert training(lora_rank=8, lora_adapter_path=str(tmp_path))  # it is no function
 
 
 def test_another_reference_makes_other_weights_where_there_is_one() -> None:

@@ -45,7 +45,7 @@ BUDGETS = {
     "processes": 1_102,  # the preloaded process
     "prompts": 5_490,  # images, preferences, forms of messages, what templates leave out
     "rollout": 9_796,  # images of answers, of teachers and of reward models, evaluation sets
-    "run": 2_340,  # teachers that see, lengths for longrope, profiles, data sets from Python
+    "run": 2_341,  # teachers that see, lengths for longrope, profiles, data sets from Python
     "samples": 2_419,  # rewards of tokens and turns, whole pairs, images behind other prompts
     "sandbox": 925,
     "trainer": 9_690,  # a critic that shares its base, attention within images by packed kernels
