@@ -65,11 +65,13 @@ def test_engines_compute_what_the_trainer_does(adapted: RunResult) -> None:
 
 
 @pytest.fixture(scope="module")
-def in_flight(run: Run) -> RunResult:
+def in_flight(run: Run, adapted: RunResult) -> RunResult:
+    """A run that begins with the adapter of another."""
     path = run.outputs / "adapted-in-flight" / "dumps" / "{rollout_id}.pt"  # type: ignore[attr-defined]
     flags = ["--update-weights-in-flight", "--async-buffer-size", 2, "--num-rollout", 5]
     flags += ["--rollout-max-context-len", 64, "--rollout-max-response-len", 56, "--use-tis"]
     flags += ["--save-debug-rollout-data", path]
+    flags += ["--lora-adapter-path", newest_model(adapted.path).path]
     return run("adapted-in-flight", *GRPO, *LORA, *flags, driver="train_async")
 
 
