@@ -8,16 +8,19 @@ and push only adapters.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.checkpoints.hf_files import HfReader, HfWriter
 from slime.checkpoints.peft_files import PeftAdapter, module_of
 from slime.errors import UserError
-from slime.models import family_of
+from slime.models import family_of, table_of
 from slime.models.adapters import is_embedding, peft_name
+from slime.models.layouts import ParamMapping, Shard
 from slime.models.quantised import format_of
-from slime.models.spec import read_hf_config
+from slime.models.spec import ModelSpec, read_hf_config
+from slime.models.table import single_experts
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +56,7 @@ def merge_adapter(
     left_out = {name for name in reader.verify(family, spec) if not family.is_carried(name, spec)}
     names = [name for name in sorted(reader.names()) if name not in left_out]
     with HfWriter(directory, base) as writer:
-        for name, tensor in merged(reader, names, adapter):
+        for name, tensor in merged(reader, names, adapter, spec):
             writer.add(name, tensor)
     return Path(directory)
 
@@ -69,15 +72,19 @@ def trained_beside(adapter: PeftAdapter, base: Path) -> str:
 
 
 def merged(
-    reader: HfReader, names: list[str], adapter: PeftAdapter
+    reader: HfReader, names: list[str], adapter: PeftAdapter, spec: ModelSpec
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of a base with the adapter merged.
 
+    Args:
+        spec: of the base.
     Raises:
         UserError: the adapter has modules or shapes that the base does not have.
     """
     modules = {module_of(name) for name in adapter.names()}
-    stray = sorted(modules - {name.removesuffix(".weight") for name in names})
+    stacks = dict(_stacks(names, spec))
+    known = {one for layers in stacks.values() for expert in layers.experts for one in expert}
+    stray = sorted(modules - known - {name.removesuffix(".weight") for name in names})
     if stray:
         raise UserError(
             f"the adapter {adapter.directory} does not belong to {reader.directory}",
@@ -88,7 +95,59 @@ def merged(
     for name in names:
         module = name.removesuffix(".weight")
         tensor = reader[name][:]
-        yield name, with_adapter(tensor, module, adapter) if module in modules else tensor
+        if name in stacks and modules & {one for row in stacks[name].experts for one in row}:
+            yield name, _stack_with_adapter(tensor, stacks[name], adapter, spec)
+        else:
+            yield name, with_adapter(tensor, module, adapter) if module in modules else tensor
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """The layers that a stack of experts consists of.
+
+    Attributes:
+        layout: of one expert's part of the stack.
+        experts: for each expert, its layers in the order of the trainer's rows.
+    """
+
+    layout: ParamMapping
+    experts: tuple[tuple[str, ...], ...]
+
+
+def _stacks(names: list[str], spec: ModelSpec) -> Iterator[tuple[str, _Stack]]:
+    """Yield (name, layers) for the stacks of experts' weights among the names of a base."""
+    family = table_of(spec)
+    for name in names:
+        found = family.match_hf(name)
+        if found is None or not found[0].is_stacked or found[0].columns is None:
+            continue
+        rule, numbers = found
+        templates = [hf.removesuffix(".weight") for hf in single_experts(rule).hf_names]
+        experts = tuple(
+            tuple(one.format(**numbers, expert=expert) for one in templates)
+            for expert in range(spec.num_experts)
+        )
+        yield name, _Stack(rule.layout, experts)
+
+
+def _stack_with_adapter(
+    tensor: torch.Tensor, stack: _Stack, adapter: PeftAdapter, spec: ModelSpec
+) -> torch.Tensor:
+    """Return a stack of experts with their adapters, in its own layout and dtype."""
+    import torch
+
+    whole = tensor.clone()
+    for expert, modules in zip(whole, stack.experts, strict=True):
+        rows = stack.layout.load([expert], Shard(), spec)
+        parts = [
+            with_adapter(part, module, adapter)
+            if peft_name(module, "A") in adapter.tensors
+            else part
+            for part, module in zip(rows.chunk(len(modules)), modules, strict=True)
+        ]
+        (own,) = stack.layout.export([torch.cat(parts)], spec)
+        expert.copy_(own)
+    return whole
 
 
 def with_adapter(weight: torch.Tensor, module: str, adapter: PeftAdapter) -> torch.Tensor:

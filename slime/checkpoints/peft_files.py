@@ -13,7 +13,11 @@ PEFT's layouts:
                  and PEFT converts them while loading
     peft-3d      one tensor for all experts of a layer, as PEFT saves them: A [experts·rank, in] is
                  expert-major, B [out, rank·experts] is rank-major. Gate and up are one parameter of
-                 twice the rank, whose B is block-diagonal
+                 twice the rank, whose B is block-diagonal; its rows have the order of the model's
+                 own stack (gpt-oss: gate and up alternate)
+
+PEFT converts single experts only for families whose checkpoints have them. Adapters of families
+with stacks are written as peft-3d.
 
 Importing this module imports no torch.
 """
@@ -48,6 +52,7 @@ from slime.models.adapters import (
     peft_name,
     split_peft_name,
     with_module,
+    with_single_experts,
 )
 from slime.models.layouts import TensorSource
 from slime.models.nested import SAME_NAMES, ModuleNames
@@ -174,7 +179,8 @@ def read_adapter(directory: str | Path, family: ModelFamily | None = None) -> Pe
 
     Args:
         family: of the base. Its files may name modules otherwise than transformers does; the
-            adapter's tensors get the names of files. None leaves them as they are.
+            adapter's tensors get the names of files. None leaves them as they are, and takes gate
+            rows of stacked experts to be before up rows.
     Raises:
         UserError: files are missing or damaged; the adapter is not plain LoRA (DoRA, biases, saved
             modules, an initialisation that changes the base); or a tensor (named) has no partner,
@@ -198,8 +204,9 @@ def read_adapter(directory: str | Path, family: ModelFamily | None = None) -> Pe
             )
         found.setdefault(parts["module"], {})[parts["side"]] = key
     modules: dict[str, _Factors] = {}
+    alternates = family is not None and family.interleaves_experts
     for module, keys in found.items():
-        modules |= _read_module(module, keys, set(found), content, config, path)
+        modules |= _read_module(module, keys, set(found), content, config, path, alternates)
     in_files = family.modules.in_files if family is not None else str
     modules = {
         in_files(module): factors for module, factors in modules.items() if not _is_void(factors)
@@ -313,8 +320,10 @@ def _read_module(
     content: Any,
     config: Mapping[str, Any],
     path: Path,
+    alternates: bool,
 ) -> dict[str, _Factors]:
-    """Return the factors of a module of the file, by slime's module names."""
+    """Return the factors of a module of the file, by slime's module names; ``alternates``: see
+    `_gate_and_up`."""
     is_embedding = any(side.startswith("lora_embedding") for side in keys)
     sides = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A", "lora_B")
     missing = [side for side in sides if side not in keys]
@@ -336,7 +345,7 @@ def _read_module(
         leaf = _stacked_leaf(stacked, all_modules, config, path)
         rank, scaling = _scaling(config, f"{stacked['experts']}.{leaf}")
         factors = _Factors(a, b, scaling)
-        return _read_stacked(stacked["experts"], leaf, factors, rank, config, path)
+        return _read_stacked(stacked["experts"], leaf, factors, rank, config, path, alternates)
     _check_is_target(module, config, path)
     rank, scaling = _scaling(config, module)
     if a.shape[0] != rank or b.shape[1] != rank:
@@ -415,6 +424,7 @@ def _read_stacked(
     rank: int,
     config: Mapping[str, Any],
     path: Path,
+    alternates: bool,
 ) -> dict[str, _Factors]:
     """Split the stacked factors of a layer into those of its experts."""
     rows, width = factors.a.shape
@@ -434,12 +444,12 @@ def _read_stacked(
 
     def part(expert: int, ranks: slice, outputs: slice) -> _Factors:
         first, last, _ = ranks.indices(rank)
-        start, end, _ = outputs.indices(features)
+        height = len(range(*outputs.indices(features)))
         a = _Computed(
             (last - first, width),
             lambda: factors.a[expert * rank + first : expert * rank + last],
         )
-        b = _Computed((end - start, last - first), lambda: whole_b()[start:end, first:last, expert])
+        b = _Computed((height, last - first), lambda: whole_b()[outputs, first:last, expert])
         return _Factors(a, b, factors.scaling)
 
     every = slice(None)
@@ -447,24 +457,33 @@ def _read_stacked(
         return {
             f"{experts}.{expert}.{_DOWN}": part(expert, every, every) for expert in range(count)
         }
-    half = features // 2
+    gate, up = _gate_and_up(features, alternates)
     gate_ranks = every
     up_ranks = every
     others = (int(config.get("r", 8)), _scaling(config, f"{experts}.{_DOWN}")[0])
-    if rank in (2 * other for other in others) and not _off_diagonal(whole_b(), rank // 2, half):
+    may_be_two = rank in (2 * other for other in others)
+    if may_be_two and not _off_diagonal(whole_b(), rank // 2, gate, up):
         gate_ranks = slice(0, rank // 2)
         up_ranks = slice(rank // 2, rank)
     found = {}
     for expert in range(count):
-        found[f"{experts}.{expert}.gate_proj"] = part(expert, gate_ranks, slice(0, half))
-        found[f"{experts}.{expert}.up_proj"] = part(expert, up_ranks, slice(half, features))
+        found[f"{experts}.{expert}.gate_proj"] = part(expert, gate_ranks, gate)
+        found[f"{experts}.{expert}.up_proj"] = part(expert, up_ranks, up)
     return found
 
 
-def _off_diagonal(b: torch.Tensor, rank: int, half: int) -> bool:
+def _gate_and_up(features: int, alternates: bool) -> tuple[slice, slice]:
+    """Return the rows of gate and of up among the rows of a stack: first all of gate, or
+    alternating."""
+    if alternates:
+        return slice(0, features, 2), slice(1, features, 2)
+    return slice(0, features // 2), slice(features // 2, features)
+
+
+def _off_diagonal(b: torch.Tensor, rank: int, gate: slice, up: slice) -> bool:
     """Tell whether gate and up share directions. PEFT makes B [2·out, 2·rank, experts]
     block-diagonal when it loads separate adapters, but trains all entries."""
-    return bool(b[:half, rank:].any()) or bool(b[half:, :rank].any())
+    return bool(b[gate, rank:].any()) or bool(b[up, :rank].any())
 
 
 # -- one rank, one scaling -------------------------------------------------------------------------
@@ -472,8 +491,6 @@ def _off_diagonal(b: torch.Tensor, rank: int, half: int) -> bool:
 
 def _is_void(factors: _Factors) -> bool:
     """Tell whether both factors are zero, as `write_adapter` adds such modules."""
-    if not isinstance(factors.a, LazyTensor) or not isinstance(factors.b, LazyTensor):
-        return False
     return not bool(factors.a[:1].any()) and not bool(factors.a[:].any() or factors.b[:].any())
 
 
@@ -627,7 +644,7 @@ def write_adapter(
     spec: ModelSpec,
     *,
     base: str,
-    layout: ExpertLayout = "per-expert",
+    layout: ExpertLayout | None = None,
 ) -> Path:
     """Write an adapter in PEFT's format, into a directory that appears only when complete.
 
@@ -639,8 +656,8 @@ def write_adapter(
         tensors: tensors by the names of the adapters' table. They are copied to host memory.
         base: the base model's directory, or its name on the hub. For a downloaded directory the
             name on the hub is written.
-        layout: layout of routed experts. "per-expert" pads a lower rank of experts with zeros, as
-            PEFT and SGLang read one rank for all modules.
+        layout: layout of routed experts; None: `peft_layout` of the model. "per-expert" pads a
+            lower rank of experts with zeros, as PEFT and SGLang read one rank for all modules.
     Raises:
         UserError: ``directory`` has other contents, or cannot be written; no partial files remain.
     """
@@ -651,15 +668,21 @@ def write_adapter(
     whole = {one: given[name] for name in given for one in by_expert(name, spec.num_experts)}
     whole |= _zeros(whole, spec)
     rank = max(tensor.shape[0] for name, tensor in whole.items() if _side(name) == "A")
-    modules = table_of(spec).modules
+    family = table_of(spec)
+    modules = family.modules
     config = _config(whole, rank, adapters.alpha, adapters.dropout, base, modules)
-    if layout == "peft-3d":
+    if (layout or peft_layout(family)) == "peft-3d":
         whole = _with_expert_modules(whole, modules)
         config |= _stacked_config(map(module_of, whole), adapters.expert_rank, adapters.alpha, rank)
-        makers = _stacked(whole)
+        makers = _stacked(whole, family.interleaves_experts)
     else:
         makers = _padded(whole, rank)
     return _write(target, config, makers, modules)
+
+
+def peft_layout(family: ModelFamily) -> ExpertLayout:
+    """Return the layout of routed experts that PEFT loads into models of a family."""
+    return "peft-3d" if family.stacks_experts else "per-expert"
 
 
 def write_plain(directory: str | Path, adapter: PeftAdapter, spec: ModelSpec | None = None) -> Path:
@@ -682,19 +705,24 @@ def write_plain(directory: str | Path, adapter: PeftAdapter, spec: ModelSpec | N
 
 
 def rewrite_adapter(
-    directory: str | Path, source: str | Path, layout: ExpertLayout, spec: ModelSpec, *, base: str
+    directory: str | Path,
+    source: str | Path,
+    layout: ExpertLayout | None,
+    spec: ModelSpec,
+    *,
+    base: str,
 ) -> Path:
     """Write an adapter, read from either layout, in one of the two layouts.
 
     Args:
-        spec, base: as of `write_adapter`.
+        layout, spec, base: as of `write_adapter`.
 
     Raises:
         UserError: as `read_adapter` and `write_adapter`.
     """
     family = table_of(spec)
     adapter = dataclasses.replace(read_adapter(source, family), base=base)
-    if layout == "per-expert":
+    if (layout or peft_layout(family)) == "per-expert":
         return write_plain(directory, adapter, spec)
     whole = dict(adapter.items())
     whole |= _zeros(whole, spec)
@@ -702,7 +730,7 @@ def rewrite_adapter(
     config = _config(whole, adapter.rank, adapter.alpha, adapter.dropout, base, names)
     whole = _with_expert_modules(whole, names)
     config |= _stacked_config(map(module_of, whole), adapter.rank, adapter.alpha, adapter.rank)
-    return _write(Path(directory), config, _stacked(whole), names)
+    return _write(Path(directory), config, _stacked(whole, family.interleaves_experts), names)
 
 
 def is_loadable(adapter: PeftAdapter, spec: ModelSpec | None = None) -> bool:
@@ -725,10 +753,11 @@ def _targets(names: Iterable[str], spec: ModelSpec) -> list[str]:
     """Name the adapted modules: by the last parts of their names, or by the whole where a layer
     without an adapter has the same last part, since PEFT can adapt some layers alone."""
     modules = {module_of(name) for name in names}
-    every = {name.removesuffix(".weight") for name, _ in table_of(spec).hf_tensors(spec)}
+    family = with_single_experts(table_of(spec))
+    every = {name.removesuffix(".weight") for name, _ in family.hf_tensors(spec)}
     bare = {module.rpartition(".")[2] for module in every - modules}
     targets = {module.rpartition(".")[2] for module in modules} - bare
-    whole = table_of(spec).modules.module
+    whole = family.modules.module
     targets |= {
         whole(_EXPERT.sub(r"\g<experts>.\g<leaf>", module))
         for module in modules
@@ -797,7 +826,7 @@ def _zeros(tensors: Mapping[str, TensorSource], spec: ModelSpec) -> dict[str, to
     """Return factors of zeros for the missing modules of fused sets."""
     import torch
 
-    shapes = dict(table_of(spec).hf_tensors(spec))
+    shapes = dict(with_single_experts(table_of(spec)).hf_tensors(spec))
     zeros: dict[str, torch.Tensor] = {}
     for module in {module_of(name) for name in tensors}:
         parent, _, leaf = module.rpartition(".")
@@ -902,8 +931,9 @@ def _with_expert_modules(
     return {with_module(name, names.expert_module): tensor for name, tensor in tensors.items()}
 
 
-def _stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Output]:
-    """Stack the experts of each layer in PEFT's layout; other tensors do not change."""
+def _stacked(tensors: Mapping[str, torch.Tensor], alternates: bool) -> dict[str, _Output]:
+    """Stack the experts of each layer in PEFT's layout; other tensors do not change.
+    ``alternates``: see `_gate_and_up`."""
     outputs: dict[str, _Output] = {}
     experts: dict[str, dict[tuple[int, str], str]] = {}
     for name, tensor in tensors.items():
@@ -928,7 +958,7 @@ def _stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Output]:
             rows = sum(one.shape[0] for one in first[1::2])
             sides: tuple[tuple[Side, tuple[int, int], Any], ...] = (
                 ("A", (count * rank, first[0].shape[1]), _stacked_a),
-                ("B", (rows, rank * count), _stacked_b),
+                ("B", (rows, rank * count), partial(_stacked_b, alternates=alternates)),
             )
             for side, shape, make in sides:
                 outputs[peft_name(module + place, side)] = _Output(
@@ -944,7 +974,9 @@ def _stacked_a(tensors: Mapping[str, torch.Tensor], chosen: list[list[str]]) -> 
     return torch.cat([tensors[peft_name(one, "A")] for modules in chosen for one in modules])
 
 
-def _stacked_b(tensors: Mapping[str, torch.Tensor], chosen: list[list[str]]) -> torch.Tensor:
+def _stacked_b(
+    tensors: Mapping[str, torch.Tensor], chosen: list[list[str]], *, alternates: bool
+) -> torch.Tensor:
     """Return B of all experts, rank-major with experts innermost; block-diagonal for each
     expert."""
     import torch
@@ -952,4 +984,8 @@ def _stacked_b(tensors: Mapping[str, torch.Tensor], chosen: list[list[str]]) -> 
     whole = [
         torch.block_diag(*(tensors[peft_name(one, "B")] for one in modules)) for modules in chosen
     ]
-    return torch.stack(whole, dim=2).flatten(1)
+    stacked = torch.stack(whole, dim=2).flatten(1)
+    if alternates and len(chosen[0]) == 2:
+        gate, up = stacked.chunk(2)
+        stacked = torch.stack([gate, up], dim=1).flatten(0, 1)
+    return stacked

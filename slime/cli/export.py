@@ -87,7 +87,7 @@ def _parser() -> Arguments:
         "--experts",
         choices=get_args(ExpertLayout),
         help="adapters of routed experts: one tensor each, as engines load them, or as PEFT saves "
-        "them itself (default per-expert)",
+        "them itself (default: per-expert; peft-3d if the model's checkpoints have stacks)",
     )
     add(
         "--dtype",
@@ -115,7 +115,7 @@ def _to_directory(chosen: ChosenModel, flags: argparse.Namespace) -> None:
     else:
         base = chosen.directory
         spec = family_of(base).describe(base)
-        rewrite_adapter(target, chosen.adapter, flags.experts or "per-expert", spec, base=str(base))
+        rewrite_adapter(target, chosen.adapter, flags.experts, spec, base=str(base))
     write_atomically(target / "README.md", card.encode())
     print(f"wrote {target} from {chosen.adapter or chosen.directory}")
 

@@ -67,7 +67,6 @@ def trainer(case: CheckedRun, findings: CheckFindings) -> None:
     findings.attempt(preflight.check_transformer_engine, case.run)
     findings.attempt(preflight.check_windows, case.run)
     findings.attempt(preflight.warn_of_slow_delta_nets, case.run)
-    findings.attempt(preflight.warn_of_experts_without_adapters, case.run)
     findings.attempt(preflight.warn_of_high_learning_rate, case.run)
 
 

@@ -194,7 +194,7 @@ class _Piece:
 class _Part:
     """The adapter of some outputs of a layer."""
 
-    rows: slice
+    rows: slice | torch.Tensor
     down: _Piece
     up: _Piece
 
@@ -334,8 +334,10 @@ def place(
         own = parts.setdefault(layer, [])
         if not merged:
             own.append(_Part(rows, down, up))
-        elif not own:  # one A for all rows
-            own.append(_Part(slice(0, layer.out_features), down, up))
+        elif not own:  # one A for all rows, and those of gate before those of up
+            numbers = torch.arange(layer.out_features)
+            halves = torch.cat([numbers[0::2], numbers[1::2]])
+            own.append(_Part(halves if rows.step == 2 else slice(0, len(numbers)), down, up))
     for name, tensor in tensors.items():
         if name not in used:
             raise WeightError(_not_used(name, modules))

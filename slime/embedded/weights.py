@@ -31,6 +31,7 @@ from slime.models.mixers import mixer_of
 from slime.models.parameters import ModelParameters
 from slime.models.quantised import Quantisation
 from slime.models.rules import VISION_MODEL
+from slime.models.table import single_experts
 from slime.models.tower import build_tower
 from slime.models.vision import VisionSpec
 
@@ -432,6 +433,17 @@ class WeightStore:
         )
         self._stacked_experts.append(one)
         one.linear = Linear(one.weight, one.bias, self._fixed_rows)
+        parts = [
+            hf.format(layer=match.layer, expert=match.expert)
+            for hf in single_experts(match.rule).hf_names
+        ]
+        for index, part in enumerate(parts):
+            if match.rule.layout == Transposed(INTERLEAVED_GATE_UP):
+                rows = slice(index, None, len(parts))
+            else:
+                count = one.linear.out_features // len(parts)
+                rows = slice(index * count, (index + 1) * count)
+            self.parts[part] = (one.linear, rows)
         return self._bound(one.linear, match.sources)
 
     def _stack(self, name: str) -> torch.Tensor:

@@ -31,7 +31,9 @@ in PEFT files:
     base_model.model.model.layers.3.mlp.experts.gate_proj.lora_A.weight       [rank, hidden]
     base_model.model.model.layers.3.mlp.experts.7.gate_proj.lora_B.weight     [inner, rank]
 
-`by_expert` gives the per-expert names of the first tensor. Imports no torch.
+`by_expert` gives the per-expert names of the first tensor. Experts that a checkpoint has in stacks
+have adapters of the same form and names: each expert's gate, up and down projection is a Linear
+layer of its own (`with_single_experts`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ from slime.models import family_of
 from slime.models.layouts import REPLICATED, ROW, TRANSPOSED_VOCAB, SomeParts, StackedRows
 from slime.models.rules import Rule
 from slime.models.spec import ModelSpec
-from slime.models.table import ModelFamily, width
+from slime.models.table import ModelFamily, single_experts, width
 
 PEFT_PREFIX = "base_model.model."
 """PEFT's prefix of the names of a model's modules."""
@@ -154,7 +156,7 @@ class AdapterConfig:
         if flags.lora_dropout:
             _refuse_idle_dropout(targets, family, spec)
         expert_rank = flags.lora_rank
-        routed = [rule for rule in family.rules if rule.is_expert and rule.is_linear]
+        routed = [rule for rule in _layers(family) if rule.is_expert]
         if not any(leaf in targets for rule in _in_model(routed, spec) for leaf in leaves(rule)):
             _refuse_expert_flags(flags)
         elif flags.lora_rank_by_topk:
@@ -203,8 +205,8 @@ def leaves(rule: Rule) -> tuple[str, ...]:
 def adaptable(family: ModelFamily, spec: ModelSpec) -> list[str]:
     """Return the last parts of the names of all Linear layers of a model, in the table's order,
     without the output layer."""
-    rules = [rule for rule in family.rules if _is_layer(rule)]
-    return list(dict.fromkeys(leaf for rule in _in_model(rules, spec) for leaf in leaves(rule)))
+    rules = _in_model(_layers(family), spec)
+    return list(dict.fromkeys(leaf for rule in rules for leaf in leaves(rule)))
 
 
 def adaptable_by_name(family: ModelFamily, spec: ModelSpec) -> list[str]:
@@ -219,8 +221,9 @@ def _is_vocabulary(rule: Rule, spec: ModelSpec) -> bool:
     return (rule.is_embedding or rule.is_output) and not spec.tie_embeddings
 
 
-def _is_layer(rule: Rule) -> bool:
-    return rule.is_linear and rule.is_of_layer
+def _layers(family: ModelFamily) -> list[Rule]:
+    rules = with_single_experts(family).rules
+    return [rule for rule in rules if rule.is_linear and rule.is_of_layer]
 
 
 def _in_model(rules: Sequence[Rule], spec: ModelSpec) -> list[Rule]:
@@ -266,8 +269,8 @@ def _targets(flags: LoraConfig, family: ModelFamily, spec: ModelSpec) -> frozens
             why="--lora-exclude-modules names every layer of --lora-target-modules",
             fix=f"adapt at least one of {', '.join(known)}",
         )
-    for rule in family.rules:
-        if rule.is_expert and _is_layer(rule) and rule.layout is ROW:
+    for rule in _layers(family):
+        if rule.is_expert and rule.layout is ROW:
             _refuse_one_side(targets, leaves(rule)[0], family, spec)
     return targets
 
@@ -300,7 +303,7 @@ def _refuse_one_side(
     SGLang 0.5.16 applies adapters of experts only if both are targets; otherwise it loads the
     adapters and ignores them.
     """
-    rules = _in_model([rule for rule in family.rules if rule.is_expert and _is_layer(rule)], spec)
+    rules = _in_model([rule for rule in _layers(family) if rule.is_expert], spec)
     inner = {leaf for rule in rules for leaf in leaves(rule)} - {down}
     if rules and (down in targets) != bool(inner & targets):
         missing = down if inner & targets else " ".join(sorted(inner))
@@ -313,8 +316,7 @@ def _refuse_one_side(
 
 def _refuse_idle_dropout(targets: frozenset[str], family: ModelFamily, spec: ModelSpec) -> None:
     """Refuse dropout if only the embedding or routed experts have adapters."""
-    layers = _in_model([rule for rule in family.rules if _is_layer(rule)], spec)
-    dropping = [rule for rule in layers if not rule.is_expert]
+    dropping = [rule for rule in _in_model(_layers(family), spec) if not rule.is_expert]
     dropping += [rule for rule in family.rules if rule.is_output]
     if not any(leaf in targets for rule in dropping for leaf in leaves(rule)):
         raise UserError(
@@ -376,11 +378,21 @@ class AdaptedLayer:
         return self.base.layout is ROW
 
 
+def with_single_experts(family: ModelFamily) -> ModelFamily:
+    """Return the table with a Linear layer per projection of each routed expert, also where
+    checkpoints have experts in stacks. `adapted_layers` returns rules of this table."""
+    return dataclasses.replace(family, rules=tuple(map(single_experts, family.rules)))
+
+
 def adapted_layers(
     family: ModelFamily, spec: ModelSpec, adapters: AdapterConfig
 ) -> list[AdaptedLayer]:
     """Return the rules of the layers with adapters, in the order of the base's table."""
-    adapted = [rule for rule in family.rules if _is_layer(rule) or _is_vocabulary(rule, spec)]
+    adapted = [
+        rule
+        for rule in with_single_experts(family).rules
+        if (rule.is_linear and rule.is_of_layer) or _is_vocabulary(rule, spec)
+    ]
     rules = _in_model(adapted, spec)
     return [
         _adapted(rule, spec, adapters) for rule in rules if adapters.targets & set(leaves(rule))

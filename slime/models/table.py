@@ -32,7 +32,16 @@ from typing import Any, Literal
 
 from slime.errors import UserError
 from slime.models.fused_loading import FusedLoad, LoadGroups
-from slime.models.layouts import GATE_UP, REPLICATED, ROW, STACKED_GATE_UP, VOCAB, VocabParallel
+from slime.models.layouts import (
+    GATE_UP,
+    INTERLEAVED_GATE_UP,
+    REPLICATED,
+    ROW,
+    STACKED_GATE_UP,
+    VOCAB,
+    Transposed,
+    VocabParallel,
+)
 from slime.models.mixers import GROUPED_ATTENTION, mixer_of
 from slime.models.nested import SAME_NAMES, ModuleNames, read_vision
 from slime.models.rules import (
@@ -257,6 +266,11 @@ class ModelFamily:
     def stacks_experts(self) -> bool:
         """Tell whether checkpoints hold all experts of a layer in one tensor."""
         return any(rule.is_stacked for rule in self.rules)
+
+    @property
+    def interleaves_experts(self) -> bool:
+        """Tell whether rows of gate and up alternate in stacks of experts."""
+        return any(rule.layout == Transposed(INTERLEAVED_GATE_UP) for rule in self.rules)
 
     def load_groups(self, spec: ModelSpec) -> LoadGroups:
         """Return the groups of tensors that an engine must receive in one load call."""
@@ -520,6 +534,20 @@ def stacked(rule: Rule) -> Rule:
         layout=STACKED_GATE_UP,
         rows="expert gate and up",
     )
+
+
+def single_experts(rule: Rule) -> Rule:
+    """Return the rule of the Linear layers that stacked weights consist of, under the names of
+    single experts: ``….mlp.experts.{expert}.gate_proj.weight`` [out, in]. Other rules, and those
+    of stacked biases, stay."""
+    if not rule.is_stacked or rule.columns is None:
+        return rule
+    experts, _, leaf = rule.hf_names[0].rpartition(".")
+    if leaf == "down_proj":
+        hf = f"{experts}.{{expert}}.down_proj.weight"
+        return replace(rule, hf=hf, layout=ROW, rows="hidden", columns="expert inner")
+    pair = tuple(f"{experts}.{{expert}}.{part}.weight" for part in ("gate_proj", "up_proj"))
+    return replace(rule, hf=pair, layout=GATE_UP, rows="expert inner", columns="hidden")
 
 
 #: Rules of a decoder whose layers are all dense.

@@ -499,23 +499,6 @@ def warn_of_small_graphs(config: Config) -> None:
         )
 
 
-def warn_of_experts_without_adapters(config: Config) -> None:
-    """Warn if every Linear layer shall have an adapter and the routed experts get none."""
-    from slime.models.adapters import EVERYTHING
-
-    chosen = config.lora.lora_target_modules
-    path = config.checkpoint.hf_checkpoint
-    if not config.lora.lora_rank or path is None or (chosen and EVERYTHING not in chosen):
-        return
-    family = family_of(path, config.checkpoint.model_name)
-    if any(rule.is_stacked for rule in family.rules):
-        logger.warning(
-            "the routed experts of %s get no adapters, as its checkpoints have them in stacks: "
-            "--lora-rank trains attention and what else is a Linear layer",
-            family.name,
-        )
-
-
 def warn_of_slow_delta_nets(config: Config) -> None:
     """Warn if the trainer runs on GPUs of this host and finds no kernels for gated delta nets."""
     spec = _trained_on_gpus_here(config)

@@ -24,7 +24,13 @@ import torch
 from slime.engines.adapters import FUSED_SETS
 from slime.engines.wire.buckets import TensorEntry, dtype_name
 from slime.engines.wire.expert_runs import ExpertRun
-from slime.models.adapters import AdapterConfig, Side, begins_with_zeros, peft_name
+from slime.models.adapters import (
+    AdapterConfig,
+    Side,
+    begins_with_zeros,
+    peft_name,
+    with_single_experts,
+)
 from slime.models.layouts import ROW
 from slime.models.parameters import ModelParameters, Shape
 from slime.models.peft_config import plain_config
@@ -269,8 +275,9 @@ def _modules(parameters: ModelParameters, adapters: AdapterConfig) -> Iterator[t
     """Yield (path, layer) for layers with an adapter in engines; a layer of experts once."""
     spec = parameters.spec
     shapes: dict[str, _Module] = {}
-    for name, shape in parameters.stored.items():
-        found = parameters.family.match_hf(name)
+    family = with_single_experts(parameters.family)
+    for name, shape in family.hf_tensors(spec):
+        found = family.match_hf(name)
         if found is None:
             continue
         rule, numbers = found

@@ -102,7 +102,7 @@ class ModelSource:
                 model_chunks,
                 self._spec.num_experts,
                 self._placement,
-                in_runs=in_runs and not family.stacks_experts,
+                in_runs=in_runs and not self._family.stacks_experts,
                 part=part if adapters is None else "adapters",
             )
         )

@@ -88,9 +88,23 @@ def merge_adapter(base: Path, config: Mapping[str, Any], tensors: Tensors, direc
         split = split_peft_name(name)
         if split is not None and split[1] == "A":
             up = tensors[name.replace(".lora_A.", ".lora_B.")]
-            weights[f"{split[0]}.weight"] += (scale * up.double() @ down.double()).float()
+            delta = (scale * up.double() @ down.double()).float()
+            if f"{split[0]}.weight" in weights:
+                weights[f"{split[0]}.weight"] += delta
+            else:
+                _part_of_stack(weights, split[0]).add_(delta)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
+
+
+def _part_of_stack(weights: Tensors, module: str) -> torch.Tensor:
+    """An expert's layer [out, in] in the stacks of gpt-oss, [experts, in, out], in which gate and
+    up alternate."""
+    owner, number, leaf = module.rsplit(".", 2)
+    if leaf == "down_proj":
+        return weights[f"{owner}.down_proj"][int(number)].t()
+    first = ("gate_proj", "up_proj").index(leaf)
+    return weights[f"{owner}.gate_up_proj"][int(number), :, first::2].t()
 
 
 def stacked_experts(tensors: Tensors, shares: bool = False, fuses: bool = False) -> Tensors:

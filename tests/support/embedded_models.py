@@ -116,6 +116,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 24,
     },
     "qwen3_5_text": HYBRID | {"tie_word_embeddings": True},
+    "qwen3_5_moe_text": {
+        **HYBRID,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 24,
+    },
     "minimax_m2": {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,

@@ -140,7 +140,11 @@ def test_a_push_that_is_repeated_replaces_what_it_had_loaded(
 @pytest.mark.parametrize("experts", ["per-expert", "shared-outer"])
 @pytest.mark.parametrize(
     ("family", "owner", "leaves"),
-    [("qwen3_moe", "mlp", ("up_proj", "down_proj")), ("mixtral", "block_sparse_moe", ("w3", "w2"))],
+    [
+        ("qwen3_moe", "mlp", ("up_proj", "down_proj")),
+        ("mixtral", "block_sparse_moe", ("w3", "w2")),
+        ("gpt_oss", "mlp", ("gate_proj", "down_proj")),
+    ],
 )
 def test_experts_are_stacked(
     experts: str, family: str, owner: str, leaves: tuple[str, str]

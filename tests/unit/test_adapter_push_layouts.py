@@ -52,6 +52,7 @@ def push_job(info: Any, flags: dict[str, Any], url: str, saved: str) -> dict[str
     [
         pytest.param("qwen3_moe", 2, PP2, {}, id="PP2"),
         pytest.param("qwen3_moe", 2, EP2 | ETP1, SHARED, id="EP2"),
+        pytest.param("gpt_oss", 2, EP2 | ETP1, {}, id="EP2, stacks"),
         pytest.param("qwen3_moe", 2, TP2 | ETP2, {"lora_rank_by_topk": True}, id="TP2 x ETP2"),
         pytest.param(
             "qwen3_moe", 4, TP2 | PP2 | EP2 | ETP1, {}, id="TP2 x PP2 x EP2", marks=pytest.mark.full

@@ -52,8 +52,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {}),
     "qwen3_moe": ("qwen3_moe", {}),
     "shared outer sides": ("qwen3_moe", SHARED),
+    # checkpoints with stacks of experts
+    "qwen3_5_moe": ("qwen3_5_moe_text", {}),
+    "qwen3_vl_moe": ("qwen3_vl_moe", {}),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss, shared outer sides": ("gpt_oss", SHARED),
 }
-EXPERTS = ("deepseek_v3", "qwen3_moe", "shared outer sides")
+STACKS = ("qwen3_5_moe", "qwen3_vl_moe", "gpt_oss", "gpt_oss, shared outer sides")
+EXPERTS = ("deepseek_v3", "qwen3_moe", "shared outer sides", *STACKS)
 
 
 ALWAYS = {
@@ -64,6 +70,8 @@ ALWAYS = {
     "glm4": ("TP2+SP",),
     "deepseek_v3": ("TP2+SP",),
     "shared outer sides": ("CP2", "TP2+SP x EP2", "TP2 x EP2, expert tensor"),
+    "qwen3_vl_moe": ("EP2",),
+    "gpt_oss": ("TP2",),
 }
 
 

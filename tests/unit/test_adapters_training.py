@@ -129,6 +129,9 @@ def test_loss_and_gradients_are_those_of_peft(
         ("deepseek_v3", False),
         ("gpt_oss", False),
         ("qwen3_5_text", False),
+        ("qwen3_5_moe_text", True),
+        pytest.param("qwen3_5_moe_text", False, marks=pytest.mark.full),
+        pytest.param("gpt_oss", True, marks=pytest.mark.full),
     ],
 )
 def test_loss_and_gradients_are_those_of_the_definition(
@@ -168,10 +171,11 @@ def test_loss_and_gradients_are_those_of_the_definition(
             parts = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else ["down_proj"]
             deltas = [[delta(f"{expert}.{part}") for part in parts] for expert in experts]
             given = [[one for one in row if one is not None] for row in deltas]
-            # stacks of a checkpoint have no adapters
-            state[name] = (
-                weight + torch.stack([torch.cat(row) for row in given]) if any(given) else weight
-            )
+            if family == "gpt_oss":  # [experts, in, out], in which gate and up alternate
+                added = torch.stack([torch.stack(row, 1).flatten(0, 1).t() for row in given])
+            else:
+                added = torch.stack([torch.cat(row) for row in given])
+            state[name] = weight + added
         else:
             added = delta(module) if weight.dim() == 2 else None
             state[name] = weight if added is None else weight + added
@@ -183,7 +187,9 @@ def test_loss_and_gradients_are_those_of_the_definition(
     assert gradients.keys() == leaves.keys()
     for name, gradient in gradients.items():
         expected = leaves[name].grad
-        assert expected is not None and worst(gradient, expected) <= 2 * TOLERANCE, name
+        # the decays of a delta net are sums of numbers that cancel
+        tolerance = 10 * TOLERANCE if ".in_proj_a." in name else 2 * TOLERANCE
+        assert expected is not None and worst(gradient, expected) <= tolerance, name
 
 
 def test_gradients_of_micro_batches_are_not_rounded(tmp_path: Path) -> None:
@@ -431,6 +437,7 @@ def save_job(info: Any, flags: dict[str, Any], members: list[Any], batch: Any) -
     [
         pytest.param("qwen3_moe", {"lora_experts": "per-expert"}, id="per-expert"),
         pytest.param("qwen3_moe", {"lora_experts": "shared-outer"}, id="shared-outer"),
+        pytest.param("gpt_oss", {"lora_experts": "per-expert"}, id="stacks"),
         # 97 tokens, which two ranks fill up to 98
         pytest.param("mistral", {"lora_target_modules": VOCABULARY}, id="vocabulary"),
     ],

@@ -170,7 +170,7 @@ FORMS: dict[str, Callable[[Tensors], Tensors]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("shape", ["qwen3_moe", "deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("shape", ["qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"])
 def test_experts_in_one_tensor_are_those_of_each(
     directories: dict[str, Path], shape: str, form: str
 ) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from slime.checkpoints.merging import merge_adapter
-from slime.checkpoints.peft_files import read_adapter
+from slime.checkpoints.peft_files import read_adapter, rewrite_adapter
 from slime.embedded.adapters import AdapterTable
 from slime.embedded.sequence import Sequence
 from slime.models import family_of
@@ -97,7 +97,11 @@ def test_the_engine_applies_them_to_prompts_with_images(kind: str, tmp_path: Pat
     finally:
         backend.close()
     scheduler = make_scheduler(tmp_path / "hf", sees_images=True)
-    adapter = AdapterTable(scheduler.store).load_directory("one", str(tmp_path / "adapter"))
+    spec = family_of(tmp_path / "hf").model_spec(tmp_path / "hf")
+    rewrite_adapter(
+        tmp_path / "plain", tmp_path / "adapter", "per-expert", spec, base=str(tmp_path / "hf")
+    )
+    adapter = AdapterTable(scheduler.store).load_directory("one", str(tmp_path / "plain"))
     sequences: dict[str, list[Sequence]] = {"policy": [], "reference": []}
     for role, own in sequences.items():
         for i, (prompt, response) in enumerate(SAMPLES):

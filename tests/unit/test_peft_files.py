@@ -41,6 +41,7 @@ from tests.support.embedded_models import (
     save_tiny_model,
 )
 from tests.support.hf_configs import config_of
+from tests.support.tiny_models import save_tiny
 
 peft = pytest.importorskip("peft")
 
@@ -130,6 +131,49 @@ def test_peft_loads_what_is_written(
     back = fitted(adapter, adapters, *described(base))
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[name][:], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    [
+        ("gpt_oss", {}),
+        ("gpt_oss", {"lora_experts": "shared-outer", "lora_rank_by_topk": True}),
+        ("qwen3_5_moe_text", {"lora_rank_by_topk": True}),
+        ("qwen3_5_moe_text", {"lora_target_modules": ("up_proj", "down_proj", "o_proj")}),
+        ("qwen3_vl_moe", {}),
+    ],
+)
+def test_adapters_of_experts_in_stacks_are_those_of_peft(
+    tmp_path: Path, family: str, flags: dict[str, Any]
+) -> None:
+    """As they are written without being told a layout: loaded by PEFT, read, and merged."""
+    base = tmp_path / "base"
+    model = save_tiny(family, base)
+    adapters = adapters_of(base, **flags)
+    tensors = random_tensors(base, adapters)
+    spec = described(base)[1]
+    directory = write_adapter(tmp_path / "a", tensors, adapters, spec, base=str(base))
+    assert any(".experts.base_layer.lora_B" in name for name in load_file(directory / WEIGHTS))
+    adapter = read_adapter(directory, family_of(base))
+    back = fitted(adapter, adapters, *described(base))
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name][:], tensors[name]) for name in tensors)
+    assert not is_loadable(adapter, spec)
+    plain = read_adapter(write_plain(tmp_path / "plain", adapter, spec), family_of(base))
+    again = fitted(plain, adapters, *described(base))
+    assert all(torch.equal(again[name][:], tensors[name]) for name in tensors)
+
+    wrapped = peft.PeftModel.from_pretrained(model, directory)
+    seen = logits(wrapped).log_softmax(-1)
+    with wrapped.disable_adapter():
+        assert (logits(wrapped).log_softmax(-1) - seen).abs().max() > 0.05
+    merge_adapter(base, adapter, tmp_path / "merged")
+    ours = type(model).from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    torch.testing.assert_close(logits(ours).log_softmax(-1), seen, rtol=0, atol=1e-5)
+    theirs = wrapped.merge_and_unload().state_dict()
+    assert all(torch.equal(weight, theirs[name]) for name, weight in ours.state_dict().items())
+    stored, merged_names = HfReader(base).names(), HfReader(tmp_path / "merged").names()
+    assert stored == merged_names
 
 
 def test_config_has_the_fields_that_engines_read(bases: Any, tmp_path: Path) -> None:
@@ -241,6 +285,8 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         ("qwen3_moe", {"target_modules": ["gate_proj", "up_proj", "down_proj"]}),
         ("qwen3_moe", {"target_modules": "all-linear"}),
         ("minimax_m2", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+        ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+        ("gpt_oss", {"target_modules": [], "target_parameters": EXPERTS[:1]}),
     ],
 )
 def test_what_peft_saves_is_read(
@@ -301,7 +347,8 @@ def test_a_merge_has_the_bits_of_merge_and_unload(
     model = saved_by_peft(base, tmp_path / "a", target_modules=targets)
     theirs = model.merge_and_unload().state_dict()
     reader = HfReader(base)
-    ours = dict(merged(reader, sorted(reader.names()), read_adapter(tmp_path / "a")))
+    spec = described(base)[1]
+    ours = dict(merged(reader, sorted(reader.names()), read_adapter(tmp_path / "a"), spec))
     assert ours.keys() <= theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 

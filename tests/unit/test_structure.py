@@ -27,30 +27,30 @@ FILES = read_package(ROOT / "slime")
 BUDGETS = {
     "agents": 1_614,
     "algorithms": 1_464,  # four estimators, sampling masks, divergences, formulas for the docs
-    "checkpoints": 4_941,  # MXFP4, reward models, names of PEFT, adapters of a critic
+    "checkpoints": 5_004,  # MXFP4, reward models, names of PEFT, adapters of a critic
     "cli": 2_744,  # plan, launch, compare, images in a chat, flags and adapters without effect
     "cluster": 4_823,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
     "compat": 1_374,
     "config": 6_432,  # preferences, images, kept weights, flags and options without effect
-    "diagnosis": 4_600,  # attention within images
-    "embedded": 5_901,  # attention within images, sinks, stacks of experts, queries that grow
+    "diagnosis": 4_599,  # attention within images
+    "embedded": 5_915,  # attention within images, sinks, stacks of experts, queries that grow
     "engines": 4_611,  # sessions and ranks of newer SGLang, pictures, overrides without effect
     "environments": 407,
     "forecast": 917,  # over-sampling and partial rollouts
     ".": 1_609,  # names and forms of secrets
     "memory": 2_013,  # host memory part by part, towers, one base of two roles, masks, drafts
-    "models": 6_017,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
+    "models": 6_044,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
     "observe": 3_416,  # profiles, three trackers, ranges of recipes, rejected drafts
     "page": 1_618,
     "processes": 1_102,  # the preloaded process
     "prompts": 5_490,  # images, preferences, forms of messages, what templates leave out
     "rollout": 9_796,  # images of answers, of teachers and of reward models, evaluation sets
-    "run": 2_341,  # teachers that see, lengths for longrope, profiles, data sets from Python
+    "run": 2_328,  # teachers that see, lengths for longrope, profiles, data sets from Python
     "samples": 2_419,  # rewards of tokens and turns, whole pairs, images behind other prompts
     "sandbox": 925,
-    "trainer": 9_690,  # a critic that shares its base, attention within images by packed kernels
+    "trainer": 9_691,  # a critic that shares its base, attention within images by packed kernels
     "user_code": 1_265,  # functions that are known to be sync
-    "weights": 3_058,  # sessions of newer SGLang
+    "weights": 3_065,  # sessions of newer SGLang
 }
 #: Programs that run without the package keep their time constants.
 STANDALONE = {

@@ -66,6 +66,7 @@ from slime.models.adapters import (
     adapted_layers,
     adapter_family,
     begins_with_zeros,
+    with_single_experts,
 )
 from slime.models.layouts import GATE_UP, STACKED_GATE_UP, Shard, SomeParts
 from slime.models.spec import ModelSpec
@@ -538,7 +539,7 @@ def attach(chunks: Sequence[nn.Module], spec: ModelSpec, adapters: AdapterConfig
     Args:
         chunks: this rank's model chunks, before data-parallel wrapping.
     """
-    family = table_of(spec)
+    family = with_single_experts(table_of(spec))
     rules = {layer.base: layer for layer in adapted_layers(family, spec, adapters)}
     for chunk in chunks:
         for parameter in chunk.parameters():
