@@ -218,13 +218,15 @@ def route(
     router's.
 
     Source: DeepSeek-V3 (arXiv:2412.19437), equations 12 to 16; a group's score is the sum of its
-    two best experts.
+    two best experts. With softmax it is that of its best: DeepSeek-V2 (arXiv:2405.04434), section
+    2.2.2.
     """
     scores = logits.softmax(dim=-1) if facts.score == "softmax" else logits.sigmoid()
     ranked = scores if bias is None else scores + bias.float()
     if facts.chosen_groups < facts.groups:
         grouped = ranked.view(len(ranked), facts.groups, -1)
-        best = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(facts.chosen_groups, dim=-1).indices
+        counted = grouped.topk(1 if facts.score == "softmax" else 2, dim=-1).values.sum(dim=-1)
+        best = counted.topk(facts.chosen_groups, dim=-1).indices
         outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
         ranked = grouped.masked_fill(outside[..., None], float("-inf")).view_as(ranked)
     choices = ranked.topk(facts.chosen, dim=-1).indices

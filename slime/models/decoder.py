@@ -295,10 +295,22 @@ def sigmoid_router(config: dict[str, Any]) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": float(config.get("routed_scaling_factor") or 1.0),
         "moe_router_dtype": "fp32",
     }
+    fields |= router_groups(config, fields["num_moe_experts"], fields["moe_router_topk"])
+    if config.get("n_shared_experts"):
+        size = int(config["n_shared_experts"]) * fields["moe_ffn_hidden_size"]
+        fields["moe_shared_expert_intermediate_size"] = size
+    return fields
+
+
+def router_groups(config: dict[str, Any], experts: int, topk: int) -> dict[str, int]:
+    """Return the arguments of `decoder_spec` for a router that chooses ``topk`` experts from the
+    best groups; {} if it may choose any.
+
+    Raises:
+        UserError: the groups do not divide the experts, or are too small.
+    """
     groups = int(config.get("n_group") or 1)
     chosen = int(config.get("topk_group") or 1)
-    experts = fields["num_moe_experts"]
-    topk = fields["moe_router_topk"]
     size = experts // groups
     if groups > 1 and (
         experts % groups or size < 2 or not topk <= chosen * size or chosen > groups
@@ -310,12 +322,9 @@ def sigmoid_router(config: dict[str, Any]) -> dict[str, Any]:
             "them must hold num_experts_per_tok",
             fix="use the config.json that belongs to the weights",
         )
-    if chosen < groups:  # with all groups chosen there is no limit
-        fields |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
-    if config.get("n_shared_experts"):
-        size = int(config["n_shared_experts"]) * fields["moe_ffn_hidden_size"]
-        fields["moe_shared_expert_intermediate_size"] = size
-    return fields
+    if chosen == groups:  # there is no limit
+        return {}
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
 
 
 #: transformers' default of ``sliding_window``.

@@ -1,12 +1,13 @@
-"""DeepSeek-V2-Lite (``DeepseekV2ForCausalLM``): DeepSeek-V3's attention and tensors, with a softmax
-router without bias. The choice by groups of DeepSeek-V2 is refused."""
+"""DeepSeek-V2 and V2-Lite (``DeepseekV2ForCausalLM``): DeepSeek-V3's attention and tensors, with a
+softmax router without bias. That of DeepSeek-V2 chooses the groups with the best single experts
+first (arXiv:2405.04434, section 2.2.2)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from slime.errors import UserError
-from slime.models.decoder import num_experts
+from slime.models.decoder import num_experts, router_groups
 from slime.models.deepseek_v3 import DEEPSEEK_V3, latent_spec
 from slime.models.spec import ModelSpec, refuse, require
 from slime.models.table import ModelFamily
@@ -32,19 +33,23 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def _router(config: dict[str, Any]) -> dict[str, Any]:
-    if config["topk_method"] != "greedy" or config.get("norm_topk_prob"):
+    method = config["topk_method"]
+    if method not in ("greedy", "group_limited_greedy") or config.get("norm_topk_prob"):
         raise UserError(
-            f"the model routes with topk_method {config['topk_method']!r} and norm_topk_prob "
+            f"the model routes with topk_method {method!r} and norm_topk_prob "
             f"{config.get('norm_topk_prob')!r}",
-            why="trainer and embedded engine support only 'greedy' without normalisation, the "
-            "router of DeepSeek-V2-Lite; DeepSeek-V2 chooses groups of experts first",
-            fix="use DeepSeek-V2-Lite, or a model of DeepSeek-V3's family",
+            why="models of this family use 'greedy' or 'group_limited_greedy', without "
+            "normalisation",
+            fix="use DeepSeek-V2, DeepSeek-V2-Lite, or a model of DeepSeek-V3's family",
         )
     inner = int(require(config, "moe_intermediate_size"))
+    experts = num_experts(config, "n_routed_experts", "num_experts")
+    topk = int(require(config, "num_experts_per_tok"))
     return {
-        "num_moe_experts": num_experts(config, "n_routed_experts", "num_experts"),
+        **(router_groups(config, experts, topk) if method == "group_limited_greedy" else {}),
+        "num_moe_experts": experts,
         "moe_ffn_hidden_size": inner,
-        "moe_router_topk": int(require(config, "num_experts_per_tok")),
+        "moe_router_topk": topk,
         "moe_router_score_function": "softmax",
         "moe_router_pre_softmax": True,
         "normalised_scores": False,

@@ -300,6 +300,20 @@ OTHER_FAMILIES |= {
             "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
         },
     ),
+    "deepseek_v2, groups": (
+        transformers.DeepseekV2Config,
+        {
+            **LATENT,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.6,
+            "rope_parameters": DEFAULT,
+        },
+    ),
     "gpt_oss": (
         transformers.GptOssConfig,
         {

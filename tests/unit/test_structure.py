@@ -33,13 +33,13 @@ BUDGETS = {
     "compat": 1_374,
     "config": 6_432,  # preferences, images, kept weights, flags and options without effect
     "diagnosis": 4_599,  # attention within images
-    "embedded": 5_915,  # attention within images, sinks, stacks of experts, queries that grow
+    "embedded": 5_916,  # attention within images, sinks, stacks of experts, queries that grow
     "engines": 4_611,  # sessions and ranks of newer SGLang, pictures, overrides without effect
     "environments": 407,
     "forecast": 917,  # over-sampling and partial rollouts
     ".": 1_609,  # names and forms of secrets
     "memory": 2_013,  # host memory part by part, towers, one base of two roles, masks, drafts
-    "models": 6_044,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
+    "models": 6_049,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
     "observe": 3_416,  # profiles, three trackers, ranges of recipes, rejected drafts
     "page": 1_618,
     "processes": 1_102,  # the preloaded process

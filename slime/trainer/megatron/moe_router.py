@@ -249,13 +249,13 @@ def choose_experts(logits: Tensor, bias: Tensor | None, config: TransformerConfi
     """Return the top-k experts by score plus bias, int64 [n, k], with group limits only from the
     best groups.
 
-    A group's score is the sum of its two best experts, for any ``num_experts_per_tok``
-    (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). Without bias and groups, scores have the order
-    of the logits, so softmax is not computed.
+    A group's score is the sum of its two best experts (DeepSeek-V3, arXiv:2412.19437, section
+    2.1.2), for any ``num_experts_per_tok``; with softmax it is that of its best expert
+    (DeepSeek-V2, arXiv:2405.04434, section 2.2.2). Without a bias, softmax has the order of the
+    logits and is not computed.
     """
     scores = torch.sigmoid(logits) if config.moe_router_score_function == "sigmoid" else logits
-    limited = config.moe_router_group_topk and config.moe_router_pre_softmax
-    if config.moe_router_score_function == "softmax" and (limited or bias is not None):
+    if config.moe_router_score_function == "softmax" and bias is not None:
         scores = logits.softmax(dim=-1)
     if bias is not None:
         scores = scores + bias
@@ -264,8 +264,9 @@ def choose_experts(logits: Tensor, bias: Tensor | None, config: TransformerConfi
     tokens, experts = scores.shape
     assert config.moe_router_num_groups is not None
     grouped = scores.view(tokens, config.moe_router_num_groups, -1)
+    counted = 1 if config.moe_router_score_function == "softmax" else 2
     best = (
-        grouped.topk(2, dim=-1)
+        grouped.topk(counted, dim=-1)
         .values.sum(dim=-1)
         .topk(config.moe_router_group_topk, dim=-1)
         .indices
