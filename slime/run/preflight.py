@@ -50,10 +50,10 @@ from slime.hub import fetch_model, is_hub_name, local_data
 from slime.log import get_logger
 from slime.memory.hardware import gpu_majors
 from slime.models import family_name, family_of
+from slime.models.context import engine_context
 from slime.models.layout_rules import check_critic_layout, check_layout
 from slime.models.layouts import Layout
 from slime.models.model_flags import check_model_flags, merge_transformer
-from slime.models.nested import decoder_config
 from slime.models.quantised import Quantisation
 from slime.models.spec import ModelSpec, check_same_model, read_hf_config
 from slime.models.vision import seeing
@@ -565,23 +565,15 @@ def check_context(config: Config) -> None:
         UserError: responses may exceed the context even without a prompt. If only prompt and
             response together may exceed it, a warning is logged.
     """
-    path = config.checkpoint.hf_checkpoint
-    assert path is not None
-    hf_config = decoder_config(read_hf_config(path))
-    context = hf_config.get("max_position_embeddings")
-    if not isinstance(context, int) or context <= 0:
-        return
-    scaling = hf_config.get("rope_scaling") or {}
-    factor = scaling.get("factor")
-    original = scaling.get("original_max_position_embeddings")
-    if isinstance(factor, int | float) and original:
-        context = max(context, int(factor * original))
-    if config.algorithm.trains_on_data:
+    context = engine_context(config)
+    if context is None or config.algorithm.trains_on_data:
         return
     limits = {"--rollout-max-response-len": config.rollout.rollout_max_response_len}
     if config.eval.eval_prompt_data or config.eval.eval_config:
         limits["--eval-max-response-len"] = config.eval.eval_max_response_len
-    why = f"config.json of {path} has max_position_embeddings {context}"
+    asked = config.values().get("sglang_context_length")
+    source = "--sglang-context-length" if asked else config.checkpoint.hf_checkpoint
+    why = f"engines take {context} tokens by {source}"
     capped = config.rollout.rollout_max_context_len
     for option, limit in limits.items():
         if limit >= context and (capped is None or capped > context):

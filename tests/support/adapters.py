@@ -92,19 +92,21 @@ def merge_adapter(base: Path, config: Mapping[str, Any], tensors: Tensors, direc
             if f"{split[0]}.weight" in weights:
                 weights[f"{split[0]}.weight"] += delta
             else:
-                _part_of_stack(weights, split[0]).add_(delta)
+                _part_of_stack(weights, split[0], delta.shape).add_(delta)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
-def _part_of_stack(weights: Tensors, module: str) -> torch.Tensor:
-    """An expert's layer [out, in] in the stacks of gpt-oss, [experts, in, out], in which gate and
-    up alternate."""
+def _part_of_stack(weights: Tensors, module: str, shape: torch.Size) -> torch.Tensor:
+    """An expert's layer of this shape, [out, in], in a stack [experts, out, in] with gate above up,
+    or in one of gpt-oss: [experts, in, out], in which gate and up alternate."""
     owner, number, leaf = module.rsplit(".", 2)
     if leaf == "down_proj":
-        return weights[f"{owner}.down_proj"][int(number)].t()
+        whole = weights[f"{owner}.down_proj"][int(number)]
+        return whole if whole.shape == shape else whole.t()
+    whole = weights[f"{owner}.gate_up_proj"][int(number)]
     first = ("gate_proj", "up_proj").index(leaf)
-    return weights[f"{owner}.gate_up_proj"][int(number), :, first::2].t()
+    return whole.chunk(2)[first] if whole.shape[1] == shape[1] else whole[:, first::2].t()
 
 
 def stacked_experts(tensors: Tensors, shares: bool = False, fuses: bool = False) -> Tensors:

@@ -21,6 +21,7 @@ from slime.embedded.scheduler import Scheduler
 from slime.embedded.sequence import Sequence, TextStream
 from slime.embedded.weights import WeightStore, make_store
 from slime.engines.request_fields import parse_params
+from tests.support.tiny_models import stack_experts
 
 VOCAB = 384
 EOS = 257
@@ -239,6 +240,8 @@ def tiny_model(shape: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
 def save_tiny_model(directory: Path, shape: str = "qwen3", seed: int = 0, **changes: Any) -> Path:
     """``directory``, holding the model and the byte tokenizer."""
     tiny_model(shape, seed, **changes).save_pretrained(directory)
+    if shape == "qwen3_5_moe_text":
+        stack_experts(directory)
     byte_tokenizer().save_pretrained(directory)
     return directory
 

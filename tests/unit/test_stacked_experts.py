@@ -148,7 +148,7 @@ def test_embedded_engine_holds_stacks_as_they_are(tmp_path: Path, form: str) -> 
         assert log_probs(scheduler) == pytest.approx(expected[1], abs=2e-6)
 
 
-def test_a_stack_is_no_linear_layer() -> None:
+def test_a_stack_is_a_linear_layer_for_adapters_alone() -> None:
     with stacked_family("transposed"):
         config = {**config_of("qwen3_moe"), "num_experts": EXPERTS}
         family = family_of(config)
@@ -157,7 +157,8 @@ def test_a_stack_is_no_linear_layer() -> None:
         stack = "model.layers.0.mlp.experts.gate_up_proj"
         inner = int(spec.transformer["moe_ffn_hidden_size"])
         assert shapes[stack] == (EXPERTS, spec.hidden_size, 2 * inner)
-        assert adaptable(family, spec) == ["q_proj", "k_proj", "v_proj", "o_proj"]
+        layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        assert adaptable(family, spec) == layers
         sizes = [
             parameter.numel
             for parameter in family.parameters(spec, range(1))

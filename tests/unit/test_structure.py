@@ -39,13 +39,13 @@ BUDGETS = {
     "forecast": 917,  # over-sampling and partial rollouts
     ".": 1_609,  # names and forms of secrets
     "memory": 2_013,  # host memory part by part, towers, one base of two roles, masks, drafts
-    "models": 6_049,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
+    "models": 6_067,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
     "observe": 3_416,  # profiles, three trackers, ranges of recipes, rejected drafts
     "page": 1_618,
     "processes": 1_102,  # the preloaded process
     "prompts": 5_490,  # images, preferences, forms of messages, what templates leave out
     "rollout": 9_796,  # images of answers, of teachers and of reward models, evaluation sets
-    "run": 2_328,  # teachers that see, lengths for longrope, profiles, data sets from Python
+    "run": 2_320,  # teachers that see, lengths for longrope, profiles, data sets from Python
     "samples": 2_419,  # rewards of tokens and turns, whole pairs, images behind other prompts
     "sandbox": 925,
     "trainer": 9_691,  # a critic that shares its base, attention within images by packed kernels
