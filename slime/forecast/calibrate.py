@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from slime.errors import UserError
 from slime.forecast.rates import DEFAULTS, Rates, default_rates
-from slime.memory.hardware import FLASH4_MAJORS
+from slime.memory.hardware import FLASH4_WIDEST
 
 #: Fractions of plain copy rates that a run reaches, from an H200: 3.28 of about 4.1 TB/s in memory,
 #: 45 of 55 GB/s from the host, and 290 of about 390 GB/s between GPUs. The copy rates in memory and
@@ -55,7 +55,7 @@ def calibrate(seconds: float) -> Rates:
         launch=_OPERATIONS * operation_seconds("cuda", seconds),
         gpu_gb=torch.cuda.get_device_properties(0).total_memory / 1e9,
         gpus_per_host=torch.cuda.device_count(),
-        flash4=torch.cuda.get_device_capability(0)[0] in FLASH4_MAJORS,
+        flash4=torch.cuda.get_device_capability(0)[0] in FLASH4_WIDEST,
         source=f"measured by `slime plan --calibrate`; the network as for {base.gpu}",
     )
 

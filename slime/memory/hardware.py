@@ -11,10 +11,9 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.processes.host import free_host_memory, host_memory, num_gpus
 
-#: Limits of flash-attn-4: major compute capabilities (data-centre Hopper and Blackwell) and
-#: maximum head dimension.
-FLASH4_MAJORS = (9, 10)
-FLASH4_WIDEST = 128
+#: Maximum head dimension with which flash-attn-4 is used, by major compute capability (data-centre
+#: Hopper and Blackwell).
+FLASH4_WIDEST = {9: 256, 10: 128}
 #: Minimum head dimension with which the backward pass of flash-attn-4 compiles.
 FLASH4_NARROWEST = 32
 
@@ -80,7 +79,7 @@ def device_memory(
         return DeviceMemory(seen, "as its nodes report", on_gpu=True, host=host)
     found = _driver_gpus()
     if found:
-        flash4 = all(major is None or major in FLASH4_MAJORS for _, major in found)
+        flash4 = all(major is None or major in FLASH4_WIDEST for _, major in found)
         smallest = min(size for size, _ in found)
         return DeviceMemory(smallest, DRIVER, on_gpu=True, flash4=flash4, host=host_memory())
     return DeviceMemory(_ASSUMED_GB * 1e9, "assumed; set it with --gpu-memory-gb", on_gpu=True)

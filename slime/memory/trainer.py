@@ -670,7 +670,7 @@ class StageMemory:
 def _takes_groups(config: Config, spec: ModelSpec, flash4: bool) -> bool:
     """Tell whether attention on GPUs needs no repeated keys and values
     (`slime.trainer.megatron.attention`)."""
-    wide = spec.head_dim > FLASH4_WIDEST
+    wide = spec.head_dim > min(FLASH4_WIDEST.values())
     torch_only = (
         config.megatron.transformer.get("deterministic_mode")
         or config.train.attention_backend == "flash"

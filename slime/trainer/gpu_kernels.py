@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from slime.errors import UserError
-from slime.memory.hardware import FLASH4_MAJORS, FLASH4_NARROWEST, FLASH4_WIDEST
+from slime.memory.hardware import FLASH4_NARROWEST, FLASH4_WIDEST
 from slime.processes.host import installed_release
 
 #: Major compute capability of Hopper.
@@ -48,7 +48,7 @@ def finds_windows(majors: Iterable[int], head_dim: int, *, torch_only: bool) -> 
     torch = installed_release("torch")
     if torch is None or torch >= _TORCH_WITH_WINDOWS:
         return True
-    fits = FLASH4_NARROWEST <= head_dim <= FLASH4_WIDEST and set(majors) <= set(FLASH4_MAJORS)
+    fits = all(FLASH4_NARROWEST <= head_dim <= FLASH4_WIDEST.get(major, 0) for major in majors)
     return fits and not torch_only and _has_flash4()
 
 

@@ -56,12 +56,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 32, "num_experts_per_tok": 4, "swiglu_limit": 7.0},
     "gpt_oss, whole": {"num_key_value_heads": 1, "num_experts_per_tok": 4},
     "gemma3_text": {"sliding_window": 32, "query_pre_attn_scalar": 64},
+    "gemma3_text, wide heads": {
+        "sliding_window": 32, "query_pre_attn_scalar": 256, "head_dim": 256,
+    },
     "olmo3": {"sliding_window": 32},
     "phi3": {"sliding_window": 32},
     "smollm3": {},
     "qwen3_next": {**WIDE_DELTA, "moe_intermediate_size": 128,
                    "shared_expert_intermediate_size": 128},
     "qwen3_5_text": WIDE_DELTA,
+    "qwen3_5_text, wide heads": {**WIDE_DELTA, "head_dim": 256},
     "qwen3_5_moe_text": {**WIDE_DELTA, "moe_intermediate_size": 128,
                          "shared_expert_intermediate_size": 128},
     "deepseek_v3": {
@@ -69,12 +73,17 @@ KINDS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32,
         "moe_intermediate_size": 128,
     },
+    "deepseek_v3, wide heads": {
+        "head_dim": 64, "num_key_value_heads": 4, "q_lora_rank": 96, "kv_lora_rank": 64,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "moe_intermediate_size": 128,
+    },
 }  # fmt: skip
 
 
 def save_wide(kind: str, directory: Path) -> torch.nn.Module:
     """Save a random model of ``kind`` in float32 to ``directory``, and return it."""
-    config_class, extra = OTHER_FAMILIES[kind]
+    config_class, extra = OTHER_FAMILIES[kind.removesuffix(", wide heads")]
     config = config_class(**{**WIDE, "rms_norm_eps": 1e-5, **extra, "head_dim": 64, **KINDS[kind]})
     config._attn_implementation = "eager"
     torch.manual_seed(0)

@@ -17,7 +17,6 @@ from torch import Tensor
 from slime.trainer.megatron import attention, backend, device  # noqa: F401  (prepares the host for megatron)
 from slime.trainer.megatron.attention import PackedAttention, PackedSelfAttention
 from slime.trainer.megatron.layers import RMSNorm
-from slime.trainer.megatron.mla import PackedMLASelfAttention
 from slime.trainer.megatron.packed import PackedSequences
 from slime.trainer.megatron.rotary import Rotate
 from tests.support.trainer_ranks import Pools
@@ -167,24 +166,19 @@ ENDS = torch.tensor([0, 2, 5], dtype=torch.int32)
 SEQUENCES = PackedSequences(cu_seqlens_q=ENDS, cu_seqlens_kv=ENDS, max_seqlen_q=3, max_seqlen_kv=3)
 
 
-@pytest.mark.parametrize("one_head_size", [True, False])
-def test_kernels_for_one_head_size_get_zeros_behind_the_shorter_heads(one_head_size: bool) -> None:
+def test_kernels_for_one_head_size_get_zeros_behind_the_shorter_heads() -> None:
     """Seven tokens of two heads; queries and keys are wider than values."""
     wide, narrow = torch.ones(7, 2, 6), torch.ones(7, 2, 4)
     given: list[Tensor] = []
 
-    def kernel(query: Tensor, key: Tensor, value: Tensor, sequences: Any) -> Tensor:
+    @attention._in_one_width
+    def kernel(query: Tensor, key: Tensor, value: Tensor, factor: int) -> Tensor:
         given.extend((query, key, value))
-        return value * 3
+        return value * factor
 
-    kernel.one_head_size = one_head_size  # type: ignore[attr-defined]
-    layer: Any = SimpleNamespace(core_attention=kernel)
-    sequences: Any = None
-    out = PackedMLASelfAttention._padded_core(layer, wide, wide, narrow, sequences)
-    assert torch.equal(out, 3 * narrow)
+    assert torch.equal(kernel(wide, wide, narrow, 3), 3 * narrow)
     assert given[0] is wide and given[1] is wide
-    expected = F.pad(narrow, (0, 2)) if one_head_size else narrow
-    assert torch.equal(given[2], expected)
+    assert torch.equal(given[2], F.pad(narrow, (0, 2)))
 
 
 @pytest.fixture
@@ -219,7 +213,8 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return (out, None) if len(names) % 2 else out  # versions differ
 
     monkeypatch.setattr(attention, "torch_varlen", torchs)
-    monkeypatch.setattr(attention, "_flash4", lambda place: fast)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: (9, 0))
+    monkeypatch.setattr(attention, "_flash4_kernel", lambda: fast)
     yield names
     torch.use_deterministic_algorithms(False)
 
@@ -246,15 +241,22 @@ def test_flash_attention_4_comes_first(called: list[str]) -> None:
 def test_each_kernel_is_told_the_window(called: list[str]) -> None:
     """flash-attn-4 counts the tokens before a token, the window the token too."""
     attend(window=2)
-    attend(256, window=2)
+    attend(264, window=2)
     assert called == ["flash-attn-4, (1, 0)", "torch, 2"]
 
 
-def test_torchs_kernel_for_wide_heads(called: list[str]) -> None:
-    attend(256)
-    attend(192, 128)
-    attend(64, 136)
-    assert called == ["torch"] * 3
+@pytest.mark.parametrize(("major", "widest"), [(9, 256), (10, 128)])
+def test_torchs_kernel_for_wide_heads(
+    major: int, widest: int, called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: (major, 0))
+    attend(widest)
+    attend(widest, 64)
+    assert called == ["flash-attn-4"] * 2
+    attend(widest + 8)
+    attend(64, widest + 8)
+    attend(24)
+    assert called[2:] == ["torch"] * 3
 
 
 def test_torchs_kernel_where_bits_must_repeat(called: list[str]) -> None:
@@ -266,7 +268,7 @@ def test_torchs_kernel_where_bits_must_repeat(called: list[str]) -> None:
 def test_torchs_kernel_where_there_is_no_other(
     called: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_flash4", lambda place: None)
+    monkeypatch.setattr(attention, "_flash4_kernel", lambda: None)
     attend()
     assert called == ["torch"]
 
@@ -276,7 +278,8 @@ def flash4(
 ) -> Callable[..., Any] | None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: capability)
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # put back afterwards
-    return attention._flash4.__wrapped__(torch.device("cuda", 0))
+    monkeypatch.setattr(attention, "_flash4_kernel", attention._flash4_kernel.__wrapped__)
+    return attention._flash4(torch.device("cuda", 0), 64)
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (8, 0), (12, 0)])

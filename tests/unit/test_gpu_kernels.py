@@ -63,7 +63,9 @@ def test_where_delta_nets_find_no_kernels(
         ((2, 11, 0), (), 9, 64, False, False),
         ((2, 11, 0), ("flash_attn",), 9, 64, False, True),
         ((2, 11, 0), ("flash_attn",), 9, 64, True, False),
-        ((2, 11, 0), ("flash_attn",), 9, 256, False, False),
+        ((2, 11, 0), ("flash_attn",), 9, 256, False, True),
+        ((2, 11, 0), ("flash_attn",), 9, 264, False, False),
+        ((2, 11, 0), ("flash_attn",), 10, 256, False, False),
         ((2, 11, 0), ("flash_attn",), 8, 64, False, False),
     ],
 )

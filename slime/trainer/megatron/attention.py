@@ -25,7 +25,7 @@ from torch import Tensor
 
 from slime.errors import UserError
 from slime.log import get_logger
-from slime.memory.hardware import FLASH4_MAJORS, FLASH4_NARROWEST, FLASH4_WIDEST
+from slime.memory.hardware import FLASH4_NARROWEST, FLASH4_WIDEST
 from slime.models.spec import RotaryKind
 from slime.trainer.gpu_kernels import no_windows
 from slime.trainer.megatron import device
@@ -47,11 +47,7 @@ class PackedAttention(torch.nn.Module):
 
     Args:
         torch_only: on a GPU, use torch's own kernel even if a faster one is installed.
-    Attributes:
-        one_head_size: queries, keys and values must have equal head sizes.
     """
-
-    one_head_size = True
 
     def __init__(
         self,
@@ -76,8 +72,8 @@ class PackedAttention(torch.nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences
     ) -> Tensor:
-        """query [T, heads, dim], key and value [T, groups, dim] → [T, heads, dim]; T is the number
-        of tokens of this rank's stripe."""
+        """query [T, heads, dim], key [T, groups, dim], value [T, groups, own dim] → [T, heads, own
+        dim]; T is the number of tokens of this rank's stripe."""
         context = sequences.context
         if context is None:
             return self._whole(query, key, value, sequences)
@@ -115,7 +111,7 @@ class PackedAttention(torch.nn.Module):
             cells = slice(start, start + block.batch * block.length)
             q, k, v = (x[cells].view(block.batch, block.length, *x.shape[1:]) for x in padded)
             seen = block.within(self.window)
-            outputs.append(self._in_block(q, k, v, seen, sequences).reshape(-1, *q.shape[2:]))
+            outputs.append(self._in_block(q, k, v, seen, sequences).flatten(0, 1))
             start = cells.stop
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return out if layout.identity else _Unpad.apply(out, layout)
@@ -213,6 +209,23 @@ class PackedSelfAttention(SelfAttention):
         )
 
 
+def _in_one_width(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Let ``kernel``, which needs heads of one width, take queries and keys of another width than
+    values: the shorter ones are padded with zeros, which do not change the result."""
+
+    @functools.wraps(kernel)
+    def padded(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
+        own = value.size(-1)
+        common = max(query.size(-1), own)
+        heads = [
+            F.pad(x, (0, common - x.size(-1))) if x.size(-1) < common else x
+            for x in (query, key, value)
+        ]
+        return kernel(*heads, *options)[..., :own]
+
+    return padded
+
+
 def attend(
     layer: Attention, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
@@ -233,9 +246,10 @@ def _flash_packed(
 ) -> Tensor:
     """Attend with the package flash-attn-4, which comes with SGLang and is twice as fast on Hopper,
     or with torch's kernel."""
-    fast = None if torch.are_deterministic_algorithms_enabled() else _flash4(query.device)
-    widths = query.size(-1), value.size(-1)
-    if fast is None or min(widths) < FLASH4_NARROWEST or max(widths) > FLASH4_WIDEST:
+    fast = None
+    if not torch.are_deterministic_algorithms_enabled():
+        fast = _flash4(query.device, query.size(-1), value.size(-1))
+    if fast is None:
         return torch_varlen(query, key, value, sequences, scale, window)
     ends = sequences.cu_seqlens_q
     longest = sequences.max_seqlen_q
@@ -255,12 +269,16 @@ def _flash_packed(
     return out[0] if isinstance(out, tuple) else out
 
 
-@functools.cache
-def _flash4(place: torch.device) -> Callable[..., Any] | None:
+def _flash4(place: torch.device, *widths: int) -> Callable[..., Any] | None:
     """Return flash-attn-4's kernel for packed sequences; None if it is not installed or does not
-    support this GPU."""
-    if torch.cuda.get_device_capability(place)[0] not in FLASH4_MAJORS:
-        return None
+    take heads of these widths on this GPU."""
+    widest = FLASH4_WIDEST.get(torch.cuda.get_device_capability(place)[0], 0)
+    takes = min(widths) >= FLASH4_NARROWEST and max(widths) <= widest
+    return _flash4_kernel() if takes else None
+
+
+@functools.cache
+def _flash4_kernel() -> Callable[..., Any] | None:
     # later processes then reuse compiled kernels
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     try:
@@ -279,6 +297,7 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
+@_in_one_width
 def torch_varlen(
     query: Tensor,
     key: Tensor,
@@ -318,6 +337,7 @@ def torch_varlen(
     return out
 
 
+@_in_one_width
 def _dense(
     query: Tensor, key: Tensor, value: Tensor, block: AttentionBlock, scale: float
 ) -> Tensor:

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -75,7 +74,8 @@ class PackedMLASelfAttention(MLASelfAttention):
             )
         else:
             query, key, value = self._expanded(*latents, sequences)
-        out = attend(self, partial(self._padded_core, sequences=sequences), query, key, value)
+        core = partial(self.core_attention, sequences=sequences)
+        out = attend(self, core, query, key, value)
         out = out.reshape(out.size(0), 1, -1)
         if self.qkv_up_checkpoint is not None:
             self.qkv_up_checkpoint.discard_output_and_register_recompute(out)
@@ -138,18 +138,3 @@ class PackedMLASelfAttention(MLASelfAttention):
         query = torch.cat([query_plain, query_position], dim=-1)
         key = torch.cat([key_plain, key_position.expand(-1, heads, -1)], dim=-1)
         return query, key, value.contiguous()
-
-    def _padded_core(
-        self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences
-    ) -> Tensor:
-        """Return [T, heads, v_head_dim]. Most kernels need equal head sizes, so shorter heads are
-        padded with zeros, which do not change the result."""
-        if not self.core_attention.one_head_size:
-            return self.core_attention(query, key, value, sequences)
-        own = value.size(-1)
-        common = max(query.size(-1), value.size(-1))
-        heads = [
-            F.pad(x, (0, common - x.size(-1))) if x.size(-1) < common else x
-            for x in (query, key, value)
-        ]
-        return self.core_attention(*heads, sequences)[..., :own]

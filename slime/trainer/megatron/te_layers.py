@@ -137,8 +137,6 @@ def _attention_class() -> type:
     class TEPackedAttention(TEDotProductAttention):
         """Transformer Engine's attention with the interface of `PackedAttention`."""
 
-        one_head_size = False
-
         def forward(
             self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences
         ) -> Tensor:
