@@ -290,3 +290,73 @@ def test_the_probe_reports_the_layout_of_open_layers_where_it_is_told_to() -> No
         for opens in (True, False)
     ]
     assert slices == [[0, 0, 48], None]
+
+
+# -- vision models and gated delta nets ------------------------------------------------------------
+
+
+def test_names_of_vision_and_hybrid_models() -> None:
+    """As SGLang's Qwen3.5 has them, on each of two ranks; queries, keys and values of a delta net
+    are found only where a rank has them whole."""
+    layer = "model.language_model.layers.0"
+    sent = {
+        "model.language_model.norm.weight": numbers(WIDTH),
+        f"{layer}.self_attn.q_norm.weight": numbers(WIDTH, start=100),
+        f"{layer}.linear_attn.in_proj_qkv.weight": numbers(8, WIDTH, start=200),
+        f"{layer}.linear_attn.in_proj_z.weight": numbers(4, WIDTH, start=300),
+        f"{layer}.linear_attn.in_proj_b.weight": numbers(2, WIDTH, start=400),
+        f"{layer}.linear_attn.in_proj_a.weight": numbers(2, WIDTH, start=500),
+        f"{layer}.linear_attn.conv1d.weight": numbers(8, 1, 4, start=600),
+        "model.visual.blocks.0.attn.qkv.weight": numbers(6, WIDTH, start=700),
+    }
+
+    def of(name: str) -> torch.Tensor:
+        return next(tensor for key, tensor in sent.items() if name in key)
+
+    for size in (1, 2):
+        for rank in range(size):
+            root = nn.Module()
+
+            def put(path: str, tensor: torch.Tensor, **facts: Any) -> None:
+                module = root  # noqa: B023
+                for part in path.split("."):
+                    if part not in module._modules:
+                        module.add_module(part, nn.Module())
+                    module = module._modules[part]  # type: ignore[assignment]
+                module.weight = nn.Parameter(tensor.contiguous(), requires_grad=False)
+                vars(module).update(tp_rank=rank, tp_size=size, **facts)  # noqa: B023
+
+            def mine(*parts: torch.Tensor) -> torch.Tensor:
+                return torch.cat([part.chunk(size)[rank] for part in parts])  # noqa: B023
+
+            queries_keys_values = of("qkv.weight").split([2, 2, 4])
+            net = "model.layers.0.linear_attn"
+            put("model.norm", of("model.norm"))
+            put("model.layers.0.q_norm", of("q_norm"))
+            put(
+                f"{net}.in_proj_qkvz",
+                mine(*queries_keys_values, of("in_proj_z")),
+                output_sizes=[2, 2, 4, 4],
+            )
+            put(f"{net}.in_proj_ba", mine(of("in_proj_b"), of("in_proj_a")), output_sizes=[2, 2])
+            put(f"{net}.conv1d", mine(*of("conv1d").split([2, 2, 4])))
+            put("visual.blocks.0.attn.qkv_proj", mine(of("attn.qkv")))
+            tree = Tree(root)
+            found = {name: tree.find(name, tuple(tensor.shape)) for name, tensor in sent.items()}
+            missing = {name.rsplit(".", 2)[1] for name, held in found.items() if held is None}
+            assert missing == (set() if size == 1 else {"in_proj_qkv", "conv1d", "qkv"})
+            for name, held in found.items():
+                assert held is None or torch.equal(part_of(sent[name], held), held.tensor)
+
+
+def test_an_untrained_tower_is_not_missed() -> None:
+    root = module_with("model.norm", {"weight": numbers(WIDTH)})
+    root.add_module("visual", module_with("blocks.0", {"weight": numbers(WIDTH)}))
+    root.add_module("lm_head", module_with("part", {"weight": numbers(WIDTH)}))
+    sent = {"model.language_model.norm.weight": [WIDTH]}
+    others = weight_probe._layout(root, sent)["others"]
+    assert others == ["lm_head.part.weight"]
+    both = {**sent, "model.visual.blocks.0.weight": [WIDTH]}
+    root.visual.add_module("merger", module_with("norm", {"weight": numbers(WIDTH)}))
+    others = weight_probe._layout(root, both)["others"]
+    assert others == ["lm_head.part.weight", "visual.merger.norm.weight"]

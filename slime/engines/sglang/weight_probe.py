@@ -47,6 +47,21 @@ _SHARED_EXPERT = re.compile(r"(.*)\.shared_experts\.(gate|up|down)_proj\.(weight
 SIZE = "weight_shape"
 #: Parameters that no push contains: those that SGLang creates, and scales of its cache.
 _OWN = re.compile(r".*(g_idx|g_idx_sort_indices|weight_shape|[kv]_scale)")
+#: Beginnings of names in checkpoints, and SGLang's, which differ between its models.
+_DECODERS = (
+    ("model.language_model.", "model."),
+    ("model.language_model.", "language_model.model."),
+)
+#: Parts of gated delta nets, and their place among the rows of a layer that SGLang has in one:
+#: (layer, first part, end).
+_DELTA_NET = {
+    "in_proj_qkv": ("in_proj_qkvz", 0, 3),
+    "in_proj_z": ("in_proj_qkvz", 3, 4),
+    "in_proj_b": ("in_proj_ba", 0, 1),
+    "in_proj_a": ("in_proj_ba", 1, 2),
+}
+#: Modules of vision models that pushes leave out if they are not trained.
+_TOWERS = ("visual", "vision_tower", "vision_encoder", "multi_modal_projector")
 #: Layers that SGLang concatenates as it loads them, of all families.
 _CONCATENATED = tuple(fused for family in FAMILIES for fused in family.fused)
 
@@ -163,7 +178,13 @@ def _layout(model: nn.Module, shapes: dict[str, list[int]]) -> dict[str, Any]:
         for name, parameter in tree.parameters.items()
         if _OWN.fullmatch(name) or not parameter.numel()
     }
-    others = sorted(set(tree.parameters) - touched - own)
+    touched_parts = {name.partition(".")[0] for name in touched}
+    left_out = {
+        name
+        for name in tree.parameters
+        if name.startswith(_TOWERS) and name.partition(".")[0] not in touched_parts
+    }
+    others = sorted(set(tree.parameters) - touched - own - left_out)
     return {"slices": slices, "others": others}
 
 
@@ -209,6 +230,10 @@ class Tree:
         """
         if name.endswith(SIZE):
             return None
+        found = (self._find(one, shape) for one in _names_in_sglang(name))
+        return next((held for held in found if held is not None), None)
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> Held | None:
         if name in self.parameters:
             return self._direct(name, shape)
         run = ExpertRun.parse(name)
@@ -222,6 +247,8 @@ class Tree:
             return self._expert(
                 ExpertRun(expert.group(1), number, number, expert.group(3), expert.group(4))
             )
+        if projection in _DELTA_NET:
+            return self._of_delta_net(parent, projection, leaf)
         if projection not in FUSED:
             return self._concatenated(owner, leaf, shape) or self._shared_expert(name)
         fused, part = FUSED[projection]
@@ -251,7 +278,11 @@ class Tree:
             return Held(tensor, 0, 0, shape[0] if shape else 1, name)
         if tensor.dim() != len(shape):
             return None
-        module = self.modules[name.rpartition(".")[0]]
+        owner = name.rpartition(".")[0]
+        # a rank's rows are parts of queries, keys and values
+        if owner.endswith((".conv1d", ".attn.qkv_proj")):
+            return None
+        module = self.modules[owner]
         if "shard_indices" in vars(module):  # a vocabulary, padded
             indices: Any = vars(module)["shard_indices"]
             start = int(indices.org_vocab_start_index)
@@ -294,6 +325,26 @@ class Tree:
         )
         tensor = self.parameters[parameter][begin : begin + size]
         return Held(tensor, 0, rank * size, (rank + 1) * size, parameter)
+
+    def _of_delta_net(self, parent: str, projection: str, leaf: str) -> Held | None:
+        """Find parts of ``in_proj_qkvz`` or ``in_proj_ba``. Queries, keys and values, which are one
+        tensor in checkpoints, are found only if the rank holds them whole."""
+        fused, first, end = _DELTA_NET[projection]
+        parameter = f"{parent}.{fused}.{leaf}"
+        tensor = self.parameters.get(parameter)
+        if tensor is None or not tensor.dim():
+            return None
+        module: Any = self.modules[f"{parent}.{fused}"]
+        ranks = int(module.tp_size)
+        # weight rows per row of this parameter: more than one for block scales
+        unit = sum(module.output_sizes) // ranks // int(tensor.shape[0])
+        sizes = [size // ranks for size in module.output_sizes]
+        if (ranks > 1 and end - first > 1) or not unit or any(size % unit for size in sizes):
+            return None
+        begin = sum(sizes[:first]) // unit
+        size = sum(sizes[first:end]) // unit
+        start = _tp_rank(module) * size
+        return Held(tensor[begin : begin + size], 0, start, start + size, parameter)
 
     def _shared_expert(self, name: str) -> Held | None:
         """Find a shared expert that SGLang stacks after the routed ones, as for DeepSeek-V3."""
@@ -365,6 +416,16 @@ class Tree:
         axis = 2 if half is None else 1
         start = int(vars(module).get("moe_tp_rank", 0)) * int(part.shape[axis])
         return HeldExperts(part, *place, axis, start, name)
+
+
+def _names_in_sglang(name: str) -> list[str]:
+    """Return the names that a tensor of a checkpoint may have in SGLang: its models rename
+    decoders of vision models, and hybrid models have no module for attention."""
+    decoders = [new + name.removeprefix(old) for old, new in _DECODERS if name.startswith(old)]
+    tower = name.removeprefix("model.").replace(".attn.qkv.", ".attn.qkv_proj.")
+    towers = [tower] if tower.startswith(_TOWERS) else []
+    names = [name, *decoders, *towers]
+    return names + [one.replace(".self_attn.", ".") for one in names if ".self_attn." in one]
 
 
 def _of_one(held: HeldExperts) -> Held:
