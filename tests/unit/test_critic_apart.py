@@ -1,5 +1,5 @@
-"""A critic on ranks of its own: the numbers of one on the policy's, at any two layouts; its part of
-checkpoints; what is refused."""
+"""A critic with its own layout, on ranks of its own or on the policy's: the numbers of one with the
+policy's layout, at any two layouts; its part of checkpoints; what is refused."""
 
 from __future__ import annotations
 
@@ -43,12 +43,13 @@ ALONE: tuple[int, int, dict[str, Any]] = (1, 1, {})
 
 
 def of_critic(size: int, layout: dict[str, Any]) -> dict[str, Any]:
-    """The flags of a critic on so many ranks; sizes that are not named are 1."""
+    """The flags of a critic on so many ranks of its own, or with 0 on the policy's; sizes that are
+    not named are 1."""
     sizes = ("tensor_model", "pipeline_model", "context", "expert_model")
     names = [f"{one}_parallel_size" for one in sizes]
     own = {f"critic_{name}": layout.get(name, 1) for name in names}
     own["critic_sequence_parallel"] = bool(layout.get("sequence_parallel"))
-    return {"critic_num_gpus_per_node": size, **own}
+    return {**({"critic_num_gpus_per_node": size} if size else {}), **own}
 
 
 class Driver:
@@ -208,6 +209,47 @@ def shared_job(
     return {"start": backend.next_rollout_id, "metrics": metrics, "values": values}
 
 
+def two_layouts_job(
+    info: Any,
+    flags: dict[str, Any],
+    policy_batches: list[TrainBatch],
+    critic_batches: list[TrainBatch],
+    rollouts: int,
+) -> dict[str, Any]:
+    """Some rollouts of a critic with its own layout on the policy's ranks."""
+    from slime.trainer.megatron.backend import MegatronBackend
+
+    config = trainer_config(**{**TRAINING, **flags}, actor_num_gpus_per_node=info.world_size)
+    backend = MegatronBackend(config, info)
+    backend.setup()
+    assert backend.critic is not None and backend.layout.critic is not None
+    assert backend.layout.data_parallel_size == len(policy_batches)
+    assert backend.layout.critic.data_parallel_size == len(critic_batches)
+    batch = policy_batches[backend.data_parallel_rank]
+    of_critic = critic_batches[backend.critic.ranks.replica]
+    metrics = [numbers(backend.train(batch, of_critic)) for _ in range(rollouts)]
+    if "save" in flags:
+        backend.save(backend.next_rollout_id + rollouts - 1)
+        backend.finish_saving()
+    return {"reporting": backend.is_reporting_rank, "metrics": metrics}
+
+
+def on_the_same_ranks(
+    ranks: Pools,
+    policy: tuple[int, int, dict[str, Any]],
+    critic: tuple[int, int, dict[str, Any]],
+    rollouts: int,
+    **more: Any,
+) -> list[dict[str, float]]:
+    """Run both on the same ranks; of each rollout the metrics."""
+    assert policy[0] == critic[0]
+    flags = {**policy[2], **of_critic(0, critic[2]), **more}
+    batches = batches_for(policy[1]), batches_for(critic[1])
+    found = ranks.run(policy[0], two_layouts_job, flags, *batches, rollouts)
+    [reported] = [one["metrics"] for one in found if one["reporting"]]
+    return reported
+
+
 TRAINED = {"all layers": {}, "adapters": {"lora_rank": 2}}
 
 
@@ -243,6 +285,23 @@ def test_any_two_layouts_give_the_numbers_of_a_critic_on_the_policys_ranks(
     last = found[-1]
     assert values[-1][0].any()
     assert last["train/critic-explained_variance"] > 0.05 and last["rollout/kl"] != 0.0
+
+
+@pytest.mark.parametrize(
+    ("policy", "critic", "trained"),
+    [
+        ((2, 1, TP2 | SP), (2, 2, {}), "all layers"),
+        ((2, 2, {}), (2, 1, TP2 | SP), "adapters"),
+        ((2, 1, PP2 | VIRTUAL), (2, 1, CP2), "all layers"),
+        ((2, 1, CP2), (2, 1, PP2), "all layers"),
+    ],
+)
+def test_any_two_layouts_on_the_same_ranks_give_the_same_numbers(
+    policy: Any, critic: Any, trained: str, ranks: Pools, model: Path, shared: dict[str, Any]
+) -> None:
+    flags = {"hf_checkpoint": str(model), **TRAINED[trained]}
+    found = on_the_same_ranks(ranks, policy, critic, 3, **flags)
+    assert_same(found, shared[trained]["metrics"])
 
 
 def test_its_experts_are_spread_as_its_flags_say(ranks: Pools, tmp_path: Path) -> None:
