@@ -70,7 +70,8 @@ class CriticConfig:
     critic_tensor_model_parallel_size: int = derived(
         "tensor_model_parallel_size", range=SOME, needs=_CRITIC, read_by="trainer"
     )
-    """GPUs over which each matrix of the critic is split."""
+    """GPUs over which each matrix of the critic is split. Like the critic's other sizes, it may
+    differ from the policy's on the same GPUs, too."""
     critic_pipeline_model_parallel_size: int = derived(
         "pipeline_model_parallel_size", range=SOME, needs=_CRITIC, read_by="trainer"
     )

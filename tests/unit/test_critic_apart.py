@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from slime.checkpoints.critic_part import critic_records, is_part_written, take_critic
@@ -328,6 +329,33 @@ def test_its_experts_are_spread_as_its_flags_say(ranks: Pools, tmp_path: Path) -
     assert_same(found, alone["metrics"])
     found, _ = on_the_same_ranks(ranks, (2, 2, {}), (2, 2, parity.EP2), 3, **flags, **spread)
     assert_same(found, alone["metrics"])
+
+
+def random_job(info: Any) -> tuple[list[float], list[float]]:
+    """What two ranks draw outside and inside a second layout."""
+    from slime.trainer.megatron import parallel
+
+    config = trainer_config(**PPO, actor_num_gpus_per_node=2, tensor_model_parallel_size=2)
+    try:
+        ranks = parallel.initialise(info, config)
+        one = trainer_config(**PPO, actor_num_gpus_per_node=2)
+        second = parallel.SecondLayout(one, None, ranks.device)
+        outside = []
+        inside = []
+        for _ in range(2):
+            outside += torch.rand(1 + info.rank)[:1].tolist()  # more on one rank than on the other
+            with second.active(), second.active():
+                inside.append(torch.rand(1).item())
+        assert (ranks.replica, second.ranks.replica) == (0, info.rank)
+    finally:
+        parallel.shut_down()
+    return outside, inside
+
+
+def test_each_layout_has_its_own_random_numbers(ranks: Pools) -> None:
+    (first, inside), (second, same) = ranks.run(2, random_job)
+    assert inside == same and len(set(inside)) == 2
+    assert first[0] == second[0] == inside[0] and first[1] == inside[1] != second[1]
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
