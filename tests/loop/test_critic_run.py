@@ -28,7 +28,7 @@ def test_a_critic_of_its_own_that_dies_changes_no_number(
     more: tuple[Any, ...], run: Run, deterministic: Any, outputs: Path
 ) -> None:
     """At the policy's layout, bit for bit; the trainer restarts as it does for the policy's
-    ranks."""
+    ranks. A critic with its own layout on the policy's GPUs trains alike on the same samples."""
     kind = "adapters" if more else "all"
     shared = run(f"critic-shared-{kind}", *deterministic(f"critic-shared-{kind}"), *PPO, *more)
     sign = outputs / "die-critic-2"
@@ -55,7 +55,8 @@ def _trains_alike_with_its_own_layout(run: Run, shared: RunResult, dumps: Path) 
     another run; both must give the same numbers."""
     replay = ("--load-debug-rollout-data", dumps, "--actor-num-gpus-per-node", 2)
     layout = ("--tensor-model-parallel-size", 2, "--critic-tensor-model-parallel-size", 1)
-    divided = run("critic-divided", *GRPO, *PPO, *replay, *layout)
+    saved = ("--save", dumps.parents[2] / "critic-divided-ckpt")
+    divided = run("critic-divided", *GRPO, *PPO, *replay, *layout, *saved)
     for step, theirs in shared.steps().items():
         ours = divided.steps()[step]
         for metric, value in theirs.items():
