@@ -116,10 +116,19 @@ _BY_STAGE = (
 
 
 def critic_placed(config: Config) -> Config:
-    """Return the configuration for the ranks of a critic on its own GPUs: the critic's GPUs and
-    parallel sizes replace the policy's."""
+    """Return the configuration for a critic with its own layout: the critic's parallel sizes
+    replace the policy's, and so do its GPUs if it has its own."""
     own = config.critic
     megatron = config.megatron
+    cluster = config.cluster
+    if own.has_own_gpus:
+        cluster = replace(
+            cluster,
+            actor_num_nodes=own.critic_num_nodes,
+            actor_num_gpus_per_node=own.critic_num_gpus_per_node,
+            colocate=False,
+            offload_train=False,
+        )
     if own.critic_pipeline_model_parallel_size != megatron.pipeline_model_parallel_size:
         transformer = {k: v for k, v in megatron.transformer.items() if k not in _BY_STAGE}
         megatron = replace(
@@ -128,25 +137,8 @@ def critic_placed(config: Config) -> Config:
             num_layers_per_virtual_pipeline_stage=None,
             num_virtual_stages_per_pipeline_rank=None,
         )
-    return replace(
-        config,
-        cluster=replace(
-            config.cluster,
-            actor_num_nodes=own.critic_num_nodes,
-            actor_num_gpus_per_node=own.critic_num_gpus_per_node,
-            colocate=False,
-            offload_train=False,
-        ),
-        megatron=replace(
-            megatron,
-            tensor_model_parallel_size=own.critic_tensor_model_parallel_size,
-            pipeline_model_parallel_size=own.critic_pipeline_model_parallel_size,
-            context_parallel_size=own.critic_context_parallel_size,
-            expert_model_parallel_size=own.critic_expert_model_parallel_size,
-            expert_tensor_parallel_size=own.critic_expert_tensor_parallel_size,
-            sequence_parallel=own.critic_sequence_parallel,
-        ),
-    )
+    megatron = replace(megatron, **own.parallel_sizes)
+    return replace(config, cluster=cluster, megatron=megatron)
 
 
 def joined_cluster(config: Config) -> str | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -43,6 +44,7 @@ class TrainerState:
             directory or one iteration of a checkpoint; None: those of the policy.
         prefix: prefix of all tensor names: "critic." for the critic's.
         critic: the state of a critic that is trained on the same ranks.
+        layout: enters a context in which Megatron's groups are those of this model's layout.
     """
 
     model_chunks: Sequence[nn.Module]
@@ -55,6 +57,7 @@ class TrainerState:
     base: str | None = None
     prefix: str = ""
     critic: TrainerState | None = None
+    layout: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def everything(
         self, iteration: int | str, *, save_optimizer: bool = True, save_rng: bool = True
@@ -68,7 +71,8 @@ class TrainerState:
         if self.prefix:
             saved = {CRITIC: saved}
         if self.critic is not None:
-            saved[CRITIC] = self.critic._trained_state(save_optimizer=save_optimizer)
+            with self.critic.layout():
+                saved[CRITIC] = self.critic._trained_state(save_optimizer=save_optimizer)
         if self.reference is not None:
             saved[REFERENCE] = self.reference_model()
             saved["reference_iteration"] = self.reference_iteration

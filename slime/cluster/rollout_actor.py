@@ -48,7 +48,7 @@ class RolloutResult:
 
     Attributes:
         shards: one object reference per data-parallel rank.
-        critic_shards: the same for a critic on separate GPUs.
+        critic_shards: the same for a critic with its own layout.
         metrics: ``rollout/…`` and ``perf/…``.
         versions: weight versions of a sample's tokens → number of such samples.
         warnings: lines for the terminal.

@@ -24,7 +24,7 @@ from slime.errors import RunFailed, UserError
 from slime.log import get_logger
 from slime.placement import PlacementPlan
 from slime.processes.garbage import freeze_gc, paused
-from slime.samples.batch import TrainedTokens, TrainLayout
+from slime.samples.batch import TrainBatch, TrainedTokens, TrainLayout
 
 if TYPE_CHECKING:
     from slime.observe.torch_profile import TorchProfile
@@ -192,7 +192,9 @@ class TrainerActor(RankActor):
         with self._phase("wake"):
             return self.backend.wake()
 
-    def train(self, shards: list[ray.ObjectRef]) -> tuple[dict[str, float], list[TrainedTokens]]:
+    def train(
+        self, shards: list[ray.ObjectRef], critic_shards: Sequence[ray.ObjectRef] = ()
+    ) -> tuple[dict[str, float], list[TrainedTokens]]:
         """Do one rollout's training steps on this rank's shard; return metrics and data of tokens.
 
         Collective.
@@ -200,9 +202,13 @@ class TrainerActor(RankActor):
         Args:
             shards: references to the `TrainBatch` of each data-parallel rank, so that a rank
                 fetches only its own.
+            critic_shards: the same for a critic with another layout on these ranks.
         """
         batch = self._shard(shards)
-        return self._trained(lambda: self.backend.train(batch))
+        of_critic: TrainBatch | None = None
+        if critic_shards:
+            of_critic = ray.get(critic_shards[self.backend.critic.ranks.replica])
+        return self._trained(lambda: self.backend.train(batch, of_critic))
 
     def score(self, shards: list[ray.ObjectRef]) -> None:
         """Begin a rollout's training if the critic is on other ranks; see `train`."""
@@ -426,14 +432,14 @@ class Trainers(RankGroup):
         """Do one rollout's training steps.
 
         Args:
-            critic_shards: for a critic on separate GPUs.
+            critic_shards: for a critic with its own layout.
         Returns:
             Metrics of the reporting rank, the first of the last pipeline stage, and data of tokens
             from all ranks.
         """
         metrics: dict[str, float] = {}
         if self._critic is None:
-            answers = self._ask(lambda actor: actor.train.remote(shards), "training")
+            answers = self._ask(lambda actor: actor.train.remote(shards, critic_shards), "training")
         else:
             answers, metrics = self._train_both(self._critic, shards, critic_shards)
         of_policy = answers[self._reporting_rank][0]

@@ -25,8 +25,9 @@ def parallel(draft: Draft) -> None:
     if draft["debug_rollout_only"]:
         return  # there is no trainer; this mode is often used where its layout would not fit
     _check_divisible(draft, "actor")
-    if _has_critic_gpus(draft):
-        _check_divisible(draft, "critic")
+    has_own_gpus = _has_critic_gpus(draft)
+    if has_own_gpus or FACTS[draft["advantage_estimator"]].needs_critic:
+        _check_divisible(draft, "critic", gpus_of="critic" if has_own_gpus else "actor")
     expert = draft["expert_model_parallel_size"]
     experts = draft.values.get("num_experts")
     if expert > 1 and experts is not None and experts % expert:
@@ -55,23 +56,25 @@ def _has_critic_gpus(draft: Draft) -> bool:
     return nodes > 0
 
 
-def _check_divisible(draft: Draft, role: str) -> None:
+def _check_divisible(draft: Draft, role: str, gpus_of: str = "actor") -> None:
     """Check the number of GPUs of a role.
 
+    Args:
+        gpus_of: the role that the GPUs belong to.
     Raises:
         UserError: the number of GPUs of a role is not a multiple of its model-parallel size.
     """
-    who = "critic" if role == "critic" else "trainer"
+    who = "critic" if gpus_of == "critic" else "trainer"
     prefix = "critic_" if role == "critic" else ""
     tensor = draft[f"{prefix}tensor_model_parallel_size"]
     pipeline = draft[f"{prefix}pipeline_model_parallel_size"]
     context = draft[f"{prefix}context_parallel_size"]
     expert = draft[f"{prefix}expert_model_parallel_size"]
-    nodes = draft[f"{role}_num_nodes"]
-    per_node = draft[f"{role}_num_gpus_per_node"]
+    nodes = draft[f"{gpus_of}_num_nodes"]
+    per_node = draft[f"{gpus_of}_num_gpus_per_node"]
     world = nodes * per_node
     model = tensor * pipeline * context
-    gpus = f"{role}_num_nodes × {role}_num_gpus_per_node = {nodes} × {per_node} = {world}"
+    gpus = f"{gpus_of}_num_nodes × {gpus_of}_num_gpus_per_node = {nodes} × {per_node} = {world}"
     own = [
         option_of(f"critic_{size}_parallel_size")
         for size in PARALLEL_SIZES
@@ -154,8 +157,9 @@ def _batches(draft: Draft) -> None:
     is_given = draft.is_given("rollout_batch_size") or draft.is_given("global_batch_size")
     if not (is_static and is_given):
         return
-    for role in ("actor", *(["critic"] if draft["critic_num_gpus_per_node"] else [])):
-        prefix = "critic_" if role == "critic" else ""
+    has_critic = FACTS[draft["advantage_estimator"]].needs_critic
+    for prefix in ("", *(["critic_"] if has_critic else [])):
+        role = "critic" if prefix and draft["critic_num_gpus_per_node"] else "actor"
         model = math.prod(
             draft[f"{prefix}{size}_parallel_size"]
             for size in ("tensor_model", "pipeline_model", "context")

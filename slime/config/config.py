@@ -183,12 +183,21 @@ class Config(FlagGroups):
     @property
     def can_share_base(self) -> bool:
         """Whether policy and critic may hold one frozen base: both train adapters, on the same
-        GPUs. They do if both load the same weights."""
+        GPUs with the same layout. They do if both load the same weights."""
         if not (self.lora.lora_rank and self.critic.critic_lora_rank):
             return False
         # another model cannot use the storage of parameters that --fp8-param-gather makes
         on_same_gpus = self.algorithm.needs_critic and not self.critic.has_own_gpus
-        return on_same_gpus and not self.megatron.transformer.get("fp8_param")
+        same_parts = on_same_gpus and not self.critic_has_own_layout
+        return same_parts and not self.megatron.transformer.get("fp8_param")
+
+    @property
+    def critic_has_own_layout(self) -> bool:
+        """Whether the critic, on the policy's GPUs, is divided over them in another way."""
+        if not self.algorithm.needs_critic or self.critic.has_own_gpus:
+            return False
+        own = self.critic.parallel_sizes
+        return any(getattr(self.megatron, name) != size for name, size in own.items())
 
     # -- views -------------------------------------------------------------------------------------
 

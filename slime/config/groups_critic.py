@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from slime.config.estimators import estimators_where
 from slime.config.flag import (
@@ -23,18 +23,14 @@ _CRITIC = on(
     *estimators_where("needs_critic"),
     why="the other estimators have no critic",
 )
-_OWN_GPUS = on(
-    "critic_num_gpus_per_node",
-    why="a critic on the policy's GPUs has the policy's layout",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
     """The critic of --advantage-estimator ppo: the policy's architecture with one output per token
-    in place of the vocabulary. Policy and critic take turns in the trainer's processes, with the
-    same layout, unless the critic has GPUs, processes and a layout of its own. Both are saved in
-    the same checkpoints."""
+    in place of the vocabulary. Policy and critic take turns in the trainer's processes, unless the
+    critic has GPUs and processes of its own. In both cases its parallel sizes may differ from the
+    policy's. Both are saved in the same checkpoints."""
 
     READ_BY: ClassVar[tuple[Part, ...]] = ("training",)
 
@@ -72,30 +68,31 @@ class CriticConfig:
     """GPUs of the critic on each of its nodes, in addition to those of trainer and engines; policy
     and critic then train at the same time. 0: the critic uses the policy's GPUs, by turns."""
     critic_tensor_model_parallel_size: int = derived(
-        "tensor_model_parallel_size", range=SOME, needs=_OWN_GPUS, read_by="trainer"
+        "tensor_model_parallel_size", range=SOME, needs=_CRITIC, read_by="trainer"
     )
-    """GPUs over which each matrix of the critic is split."""
+    """GPUs over which each matrix of the critic is split. Like the critic's other sizes, it may
+    differ from the policy's on the same GPUs, too."""
     critic_pipeline_model_parallel_size: int = derived(
-        "pipeline_model_parallel_size", range=SOME, needs=_OWN_GPUS, read_by="trainer"
+        "pipeline_model_parallel_size", range=SOME, needs=_CRITIC, read_by="trainer"
     )
     """Pipeline stages of the critic. With as many stages as the policy, virtual and uneven stages
     are the policy's too; else there are none."""
     critic_context_parallel_size: int = derived(
-        "context_parallel_size", range=SOME, needs=_OWN_GPUS, read_by="trainer"
+        "context_parallel_size", range=SOME, needs=_CRITIC, read_by="trainer"
     )
     """GPUs over which each sequence is split in the critic. Like the policy's micro-batches, the
     critic's hold max_tokens_per_gpu × this many tokens."""
     critic_expert_model_parallel_size: int = derived(
-        "expert_model_parallel_size", range=SOME, needs=_OWN_GPUS, read_by="trainer"
+        "expert_model_parallel_size", range=SOME, needs=_CRITIC, read_by="trainer"
     )
     """GPUs over which the critic's experts are spread."""
     critic_expert_tensor_parallel_size: int | None = derived(
-        "expert_tensor_parallel_size", range=SOME, needs=_OWN_GPUS, read_by="trainer"
+        "expert_tensor_parallel_size", range=SOME, needs=_CRITIC, read_by="trainer"
     )
     """GPUs over which each matrix of the critic's experts is split."""
     critic_sequence_parallel: bool = derived(
         "sequence_parallel where the critic's matrices are split",
-        needs=_OWN_GPUS,
+        needs=_CRITIC,
         read_by="trainer",
     )
     """Split the critic's activations of norms and dropout along the sequence."""
@@ -121,6 +118,18 @@ class CriticConfig:
     def has_own_gpus(self) -> bool:
         """The critic has GPUs of its own instead of turns on the policy's."""
         return self.num_gpus > 0
+
+    @property
+    def parallel_sizes(self) -> dict[str, Any]:
+        """The settings that divide the critic over its GPUs, by the names of the policy's."""
+        return {
+            "tensor_model_parallel_size": self.critic_tensor_model_parallel_size,
+            "pipeline_model_parallel_size": self.critic_pipeline_model_parallel_size,
+            "context_parallel_size": self.critic_context_parallel_size,
+            "expert_model_parallel_size": self.critic_expert_model_parallel_size,
+            "expert_tensor_parallel_size": self.critic_expert_tensor_parallel_size,
+            "sequence_parallel": self.critic_sequence_parallel,
+        }
 
     @property
     def num_gpus(self) -> int:

@@ -228,6 +228,12 @@ def _layouts(
     """Yield layouts of ``world`` ranks that split the model evenly, with at least one sample per
     replica."""
     spec = settings.spec
+    of_critic = settings.critic_layout
+    if of_critic is not None:
+        stages = of_critic.pipeline
+        models = of_critic.tensor * of_critic.context * stages
+        if world % models or world % (of_critic.expert_tensor * of_critic.expert * stages):
+            return
     experts = _SIZES if spec.num_experts else (1,)
     for tensor in _SIZES:
         if spec.num_heads % tensor or tensor > rates.gpus_per_host:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 
 from slime.forecast.rates import Rates
@@ -61,7 +61,7 @@ def train_seconds(
     scorings: int = 0,
 ) -> TrainerSeconds:
     """Return the seconds to train on the samples of a rollout. A critic on the same GPUs takes as
-    long as the policy.
+    long as the policy, unless it has its own layout.
 
     Args:
         cost: forward FLOPs of a sequence.
@@ -70,6 +70,12 @@ def train_seconds(
         scorings: passes without gradients over all samples (old policy, reference), without those
             of teachers.
     """
+    if settings.critic_layout is not None:
+        critic = train_seconds(settings.as_critic(), cost, rates, lengths, updates=updates)
+        alone = replace(settings, has_critic=False, critic_layout=None)
+        policy = train_seconds(alone, cost, rates, lengths, updates=updates, scorings=scorings)
+        both = zip(astuple(policy), astuple(critic), strict=True)
+        return TrainerSeconds(*(ours + theirs for ours, theirs in both))
     layout = settings.layout
     spec = settings.spec
     model = layout.tensor * layout.context * layout.pipeline

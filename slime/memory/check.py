@@ -299,10 +299,23 @@ def changes(plan: MemoryPlan, facts: Facts, name: str) -> Iterator[Change]:
             if critic.layout.world == facts.critic.layout.world:
                 yield Change(critic_flags(text), dataclasses.replace(facts, critic=critic))
         return
+    if facts.trainer is not None and facts.trainer.critic_layout is not None and name == "critic":
+        yield from _critic_layouts(facts, facts.trainer)
     if facts.trainer is not None and name != "generate":
         for text, trainer in _trainer_changes(facts.trainer):
             placement = _with_trainers(facts, trainer.layout.world)
             yield Change(text, dataclasses.replace(facts, trainer=trainer, placement=placement))
+
+
+def _critic_layouts(facts: Facts, trainer: TrainerSettings) -> Iterator[Change]:
+    """Yield other layouts of a critic on the policy's GPUs."""
+    own = trainer.as_critic()
+    for text, critic in _trainer_changes(own):
+        if critic.layout != own.layout and critic.layout.world == own.layout.world:
+            changed = dataclasses.replace(
+                trainer, critic_layout=critic.layout, critic_tokens=critic.tokens
+            )
+            yield Change(critic_flags(text), dataclasses.replace(facts, trainer=changed))
 
 
 def _with_trainers(facts: Facts, count: int) -> PlacementPlan:

@@ -334,7 +334,7 @@ def gpu_phases(facts: Facts, memory: float) -> Iterator[Phase]:
             states = _uses("trainer", trainer.states())
             if not facts.trainer_sleeps:  # else only one of policy and critic is on the GPU
                 states += _states_of_critic(trainer)
-            states.append(Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES))
+            states.append(_context(trainer))
             # broadcasts keep their buckets between pushes
             if facts.engine is not None and not facts.colocate:
                 states.append(Use("trainer", "two buckets", 2 * facts.bucket))
@@ -342,9 +342,8 @@ def gpu_phases(facts: Facts, memory: float) -> Iterator[Phase]:
                 more = _uses("trainer", trainer.scoring())
                 yield Phase(devices, "log-probs", (*states, *more, *idle))
             if trainer.critic is not None:
-                context = Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES)
                 awake = (
-                    [*_uses("critic", trainer.critic.states()), context]
+                    [*_uses("critic", trainer.critic.states()), _context(trainer)]
                     if facts.trainer_sleeps
                     else states
                 )
@@ -422,6 +421,15 @@ def _uses(owner: str, sizes: Mapping[str, float]) -> list[Use]:
     return [Use(owner, what, nbytes) for what, nbytes in sizes.items()]
 
 
+def _context(trainer: trainer_side.StageMemory, *, asleep: bool = False) -> Use:
+    """Return the memory of a trainer process outside torch, for all layouts that it has."""
+    what = f"asleep ({trainer_side.CONTEXT})" if asleep else trainer_side.CONTEXT
+    nbytes = trainer_side.ASLEEP_BYTES if asleep else trainer_side.AWAKE_BYTES
+    if trainer.settings.critic_layout is not None:
+        nbytes += trainer_side.SECOND_LAYOUT_BYTES
+    return Use("trainer", what, nbytes)
+
+
 def _states_of_critic(trainer: trainer_side.StageMemory) -> list[Use]:
     """Return what a critic adds to the policy's states on the same device."""
     if trainer.critic is None:
@@ -437,11 +445,11 @@ def _resting_trainer(facts: Facts, trainer: trainer_side.StageMemory | None) -> 
     if trainer is None:
         return []
     if facts.trainer_sleeps:
-        return [Use("trainer", f"asleep ({trainer_side.CONTEXT})", trainer_side.ASLEEP_BYTES)]
+        return [_context(trainer, asleep=True)]
     return [
         *_uses("trainer", trainer.states()),
         *_states_of_critic(trainer),
-        Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES),
+        _context(trainer),
     ]
 
 
@@ -474,7 +482,7 @@ def _push(
         yield from _uses("trainer", states)
         if not facts.trainer_sleeps:
             yield from _states_of_critic(trainer)
-        yield Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES)
+        yield _context(trainer)
     if engine is not None:
         yield from _awake_engine(engine)
         if not (shared and facts.engine_sleeps):

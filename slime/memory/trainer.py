@@ -32,6 +32,7 @@ from slime.models.mixers import FLOAT32_BYTES, Kernels, mixers_of
 from slime.models.spec import ModelSpec
 from slime.models.table import Parameter
 from slime.models.vision import frozen_parts, is_projector
+from slime.placement import critic_placed
 
 #: Elements per bucket of optimizer states that are streamed from host memory to the device and
 #: back, and buckets on the device at a time. Copies of 64 MiB reach the full speed of the link.
@@ -43,6 +44,8 @@ STREAM_SLOTS = 3
 AWAKE_BYTES = 2.5e9
 ASLEEP_BYTES = 2.2e9
 ASLEEP_TENSORS = 0.7e9
+#: What the communicators of a critic's own layout add to both. An estimate.
+SECOND_LAYOUT_BYTES = 0.5e9
 
 #: Name of AWAKE_BYTES in the plan.
 CONTEXT = "CUDA context, NCCL"
@@ -112,6 +115,9 @@ class TrainerSettings:
         has_vocabulary: the model predicts tokens; a critic has one output instead.
         has_critic: a critic is trained on the same GPUs (`as_critic`).
         critic_adapters: the trained adapters of a critic with frozen layers.
+        critic_layout: the layout of a critic on the same GPUs that has another one. Its number of
+            ranks does not count.
+        critic_tokens: tokens of its largest micro-batch on a rank, with padding.
         shares_base: policy and critic hold one frozen base. A --critic-load, whose weights are not
             looked at, counts as another one.
     """
@@ -148,6 +154,8 @@ class TrainerSettings:
     has_vocabulary: bool = True
     has_critic: bool = False
     critic_adapters: AdapterConfig | None = None
+    critic_layout: Layout | None = None
+    critic_tokens: int = 0
     shares_base: bool = False
 
     @staticmethod
@@ -171,6 +179,11 @@ class TrainerSettings:
         masters = megatron.optimizer_cpu_offload and on_gpu
         moments = megatron.offload_optimizer_states and on_gpu
         adapters = AdapterConfig.of(config)
+        critic_layout = None
+        critic_tokens = 0
+        if config.critic_has_own_layout:
+            critic_layout = layout_of(critic_placed(config), spec)
+            critic_tokens = largest_micro_batch(config, critic_layout, longest, on_gpu=on_gpu)
         return TrainerSettings(
             spec=spec.padded(layout.tensor),
             layout=layout,
@@ -207,14 +220,24 @@ class TrainerSettings:
             critic_adapters=AdapterConfig.of_critic(config, table_of(spec), spec)
             if algorithm.needs_critic
             else None,
+            critic_layout=critic_layout,
+            critic_tokens=critic_tokens,
             shares_base=config.can_share_base and not config.critic.critic_load,
         )
 
     def as_critic(self) -> TrainerSettings:
         """Return the settings of a critic of this policy, which is not quantised."""
+        layout = self.layout
+        tokens = self.tokens
+        if self.critic_layout is not None:
+            layout = replace(self.critic_layout, world=self.layout.world)
+            longest = -(-self.longest // layout.context)
+            tokens = min(self.critic_tokens, max(self.tokens, longest))
         return replace(
             self,
-            spec=replace(self.spec, tie_embeddings=False),
+            spec=replace(self.spec.padded(layout.tensor), tie_embeddings=False),
+            layout=layout,
+            tokens=tokens,
             reference=False,
             teachers=0,
             teacher_heads=0,
@@ -228,6 +251,7 @@ class TrainerSettings:
             has_vocabulary=False,
             has_critic=False,
             critic_adapters=None,
+            critic_layout=None,
         )
 
     def is_trained(self, parameter: Parameter) -> bool:
@@ -329,9 +353,19 @@ class StageMemory:
 
     @cached_property
     def critic(self) -> StageMemory | None:
-        """Return this stage's part of the critic; None if the run has none."""
+        """Return this stage's part of the critic; None if the run has none. If the critic has
+        other stages, this is the largest on any rank of this stage."""
         settings = self.settings
-        return StageMemory(settings.as_critic(), self.number) if settings.has_critic else None
+        if not settings.has_critic:
+            return None
+        stages = settings.as_critic().stages
+        pipeline = settings.layout.pipeline
+        first = self.number * len(stages) // pipeline
+        end = -(-(self.number + 1) * len(stages) // pipeline)
+        return max(
+            stages[first:end],
+            key=lambda stage: sum(stage.states().values()) + sum(stage.training().values()),
+        )
 
     @cached_property
     def adapters(self) -> list[RankParameter]:

@@ -134,7 +134,7 @@ def critic_flags(text: str) -> str:
 
 
 def check_critic_layout(spec: ModelSpec, config: Config) -> None:
-    """Refuse a layout of a critic on its own GPUs that does not divide the model.
+    """Refuse a critic's own layout that does not divide the model.
 
     Args:
         spec: of the checkpoint, with unpadded vocabulary.

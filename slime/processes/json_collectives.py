@@ -19,10 +19,19 @@ from torch.distributed.distributed_c10d import _get_object_coll_device
 
 def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the values of all ranks, in rank order."""
-    padded, sizes = _padded(orjson.dumps(value), group)
+    return [orjson.loads(one) for one in _all_gather(orjson.dumps(value), group)]
+
+
+def all_gather_tensors(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the values of all ranks, as `gather_tensors` does on one."""
+    return [_read(one) for one in _all_gather(_saved(value), group)]
+
+
+def _all_gather(content: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    padded, sizes = _padded(content, group)
     everything = padded.new_empty((len(sizes), len(padded)))
     dist.all_gather(list(everything.unbind()), padded, group=group)
-    return [orjson.loads(_bytes(row[:size])) for row, size in zip(everything, sizes)]
+    return [_bytes(row[:size]) for row, size in zip(everything, sizes)]
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | None:
@@ -44,12 +53,18 @@ def _gather(content: bytes, group: dist.ProcessGroup | None) -> list[bytes] | No
 def gather_tensors(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | None:
     """Gather plain containers that hold tensors, as `gather` does. They are read with
     ``torch.load(weights_only=True)``, which runs no code."""
+    found = _gather(_saved(value), group)
+    return None if found is None else [_read(one) for one in found]
+
+
+def _saved(value: Any) -> bytes:
     content = io.BytesIO()
     torch.save(value, content)
-    found = _gather(content.getvalue(), group)
-    return (
-        None if found is None else [torch.load(io.BytesIO(one), weights_only=True) for one in found]
-    )
+    return content.getvalue()
+
+
+def _read(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:

@@ -218,7 +218,7 @@ def check_architecture(config: Config) -> None:
             draft.check(spec)
     check_experts(merge_transformer(spec.transformer, config.megatron.transformer))
     check_layout(spec.padded(config.megatron.tensor_model_parallel_size), config)
-    if config.critic.has_own_gpus:
+    if config.critic.has_own_gpus or config.critic_has_own_layout:
         check_critic_layout(spec, config)
     stop_ids = {
         *config.rollout.rollout_stop_token_ids,

@@ -201,7 +201,7 @@ class TrainLayout:
             scales with it.
         micro_batch_multiple: the micro-batch count of a step is a multiple of it (virtual pipeline
             stages), else 1.
-        critic: the layout of a critic on separate GPUs; None without one.
+        critic: the layout of a critic that has its own; None without one.
     """
 
     data_parallel_size: int = 1

@@ -59,7 +59,7 @@ def to_batches_of_roles(
     groups: list[Group], config: Config, layout: TrainLayout, rollout_id: int
 ) -> tuple[list[TrainBatch], list[TrainBatch]]:
     """Convert a rollout as `to_train_batches`; return the policy's batches, and those of a critic
-    on separate GPUs ([] without one). The critic's have the same samples in each optimizer step,
+    with its own layout ([] without one). The critic's have the same samples in each optimizer step,
     without columns that only the policy reads.
 
     Raises:

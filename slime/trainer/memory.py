@@ -96,7 +96,7 @@ class PhaseMemory:
     Args:
         device: the trainer's.
         largest: the largest micro-batch of the update; None outside an update.
-        of_critic: whether this is a critic with its own processes, which has its own layout flags.
+        of_critic: whether this is a critic with its own layout, which has its own flags.
 
     Example:
         >>> meter = PhaseMemory(config, torch.device("cpu"))  # doctest: +SKIP

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.processes.json_collectives import all_gather, gather_tensors
+from slime.processes.json_collectives import all_gather, all_gather_tensors, gather_tensors
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,17 @@ class Ranks:
     def union(self, values: list[Any]) -> list[Any]:
         """Return the values (text or numbers) of all ranks, sorted, without duplicates."""
         return sorted({value for part in all_gather(values) for value in part})
+
+    def of_reporting(self, value: Any) -> Any:
+        """Return the value of the reporting rank: plain containers and tensors."""
+        found = all_gather_tensors(value if self.is_reporting else None)
+        return next(one for one in found if one is not None)
+
+    def merged(self, parts: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
+        """Return the entries of all ranks together."""
+        own = {key: torch.from_numpy(values) for key, values in parts.items()}
+        found = all_gather_tensors(own)
+        return {key: values.numpy() for part in found for key, values in part.items()}
 
     def on_first(self, value: dict[str, Any] | None) -> list[dict[str, Any]] | None:
         """Return all ranks' values in rank order on rank 0, which writes files; None on others.

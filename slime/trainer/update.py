@@ -10,6 +10,9 @@ same time, and the driver transfers its values and the returns:
     policy's ranks   Update.score ──────► set_values ─► returns ──► learn
     critic's ranks   CriticUpdate.values ─────┘            └──────► learn
 
+A critic with its own layout on the policy's ranks does the same in turns, and the ranks exchange
+the columns (`train_other_layout`).
+
 `slime.trainer.megatron` implements the methods of `Trainer`.
 """
 
@@ -94,8 +97,17 @@ class Learner(Protocol):
     def learning_rates(self) -> Sequence[float]: ...
 
 
-class ValueLearner(Learner, Protocol):
-    """The critic."""
+class TrainerRank(Protocol):
+    """A rank on which something learns."""
+
+    config: Config
+    ranks: Ranks
+    failed_step: FailedStep | None
+    """The record of the last step, if it raised `NonFiniteTraining`."""
+
+
+class ValueLearner(Learner, TrainerRank, Protocol):
+    """The critic, with the ranks of its own layout."""
 
     return_scale: ReturnScale
     """Scale of its outputs; on ranks with the output layer."""
@@ -108,15 +120,6 @@ class ValueLearner(Learner, Protocol):
         ...
 
     def end_rollout(self) -> None: ...
-
-
-class TrainerRank(Protocol):
-    """A rank on which something learns."""
-
-    config: Config
-    ranks: Ranks
-    failed_step: FailedStep | None
-    """The record of the last step, if it raised `NonFiniteTraining`."""
 
 
 class Trainer(Learner, TrainerRank, Protocol):
@@ -165,9 +168,13 @@ class Trainer(Learner, TrainerRank, Protocol):
         ...
 
 
-def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[dict[str, float]]]:
+def update(
+    trainer: Trainer, batch: TrainBatch, critic_batch: TrainBatch | None = None
+) -> tuple[dict[str, float], list[dict[str, float]]]:
     """Train on one rollout.
 
+    Args:
+        critic_batch: the critic's shard, if it has its own layout on the policy's ranks.
     Returns:
         The metrics of the rollout, in which ``train/`` values are means over its optimizer steps,
         and the metrics of each step. Apart from timings, they are equal on all ranks that hold the
@@ -182,7 +189,10 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
         current.compute_advantages()
     else:
         with trainer.critic_turn():
-            current.train_critic(trainer.critic)
+            if critic_batch is None:
+                current.train_critic(trainer.critic)
+            else:
+                current.train_other_layout(trainer.critic, critic_batch)
     return current.learn()
 
 
@@ -423,6 +433,22 @@ class Update(RolloutUpdate):
         self.compute_advantages()
         self.critic_steps = self.learn_returns(critic)
 
+    def train_other_layout(self, critic: ValueLearner, batch: TrainBatch) -> None:
+        """Do as `train_critic` for a critic that is divided in another way over the same ranks.
+
+        Args:
+            batch: this rank's shard of the critic's.
+        """
+        ranks = self.trainer.ranks
+        theirs = CriticUpdate(critic, critic, batch)
+        theirs.timers = self.timers
+        theirs.memory.peaks = self.memory.peaks
+        self.set_values(ranks.merged(theirs.values()))
+        self.compute_advantages()
+        returns, loss_masks = (ranks.merged(column) for column in self.returns())
+        steps = theirs.steps(returns, loss_masks)
+        self.critic_steps = critic.ranks.of_reporting(steps)
+
     def learn(self) -> tuple[dict[str, float], list[dict[str, float]]]:
         """Take the policy's steps, unless only the critic learns; returns the same as `update`."""
         trainer = self.trainer
@@ -453,7 +479,7 @@ class Update(RolloutUpdate):
 
 
 class CriticUpdate(RolloutUpdate):
-    """The update of a critic on its own ranks."""
+    """The update of a critic with its own layout."""
 
     def __init__(self, rank: TrainerRank, critic: ValueLearner, batch: TrainBatch) -> None:
         super().__init__(rank, batch, of_critic=True)
@@ -464,8 +490,8 @@ class CriticUpdate(RolloutUpdate):
         self.compute_values(self.critic)
         return by_position(self.batch, self.data.values, self.rank.ranks)
 
-    def learn(self, returns: ByPosition, loss_masks: ByPosition) -> dict[str, float]:
-        """Take the optimizer steps; return metrics.
+    def steps(self, returns: ByPosition, loss_masks: ByPosition) -> list[dict[str, float]]:
+        """Take the optimizer steps; return the metrics of each.
 
         Raises:
             NonFiniteTraining: as for `update`.
@@ -473,10 +499,14 @@ class CriticUpdate(RolloutUpdate):
         ranks = self.rank.ranks
         self.data.returns = in_shard(self.batch, returns, ranks)
         self.data.loss_masks = in_shard(self.batch, loss_masks, ranks) or self.data.loss_masks
-        steps = self.learn_returns(self.critic)
+        return self.learn_returns(self.critic)
+
+    def learn(self, returns: ByPosition, loss_masks: ByPosition) -> dict[str, float]:
+        """Do as `steps`; return metrics."""
+        steps = self.steps(returns, loss_masks)
         return {
             **mean_of_steps(steps),
-            **self.memory.metrics(ranks),
+            **self.memory.metrics(self.rank.ranks),
             **self.timers.seconds_of_phases(),
             "perf/train_time": time.perf_counter() - self.timers.started,
         }

@@ -1,4 +1,4 @@
-"""PPO with a critic on GPUs of its own, as whole runs."""
+"""PPO with a critic on GPUs or with a layout of its own, as whole runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from slime.cluster.waiting import ActorDied
 from slime.errors import UserError
-from tests.support.runs import Run
+from tests.support.runs import GRPO, Run, RunResult
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ def test_a_critic_of_its_own_that_dies_changes_no_number(
     more: tuple[Any, ...], run: Run, deterministic: Any, outputs: Path
 ) -> None:
     """At the policy's layout, bit for bit; the trainer restarts as it does for the policy's
-    ranks."""
+    ranks. A critic with its own layout on the policy's GPUs trains alike on the same samples."""
     kind = "adapters" if more else "all"
     shared = run(f"critic-shared-{kind}", *deterministic(f"critic-shared-{kind}"), *PPO, *more)
     sign = outputs / "die-critic-2"
@@ -45,6 +45,23 @@ def test_a_critic_of_its_own_that_dies_changes_no_number(
         for metric, value in theirs.items():
             if metric.startswith(("train/", "rollout/")) and "version" not in metric:
                 assert ours[metric] == value, metric
+    if not more:
+        dumps = outputs / f"critic-shared-{kind}" / "dumps" / "{rollout_id}.pt"
+        _trains_alike_with_its_own_layout(run, shared, dumps)
+
+
+def _trains_alike_with_its_own_layout(run: Run, shared: RunResult, dumps: Path) -> None:
+    """Let a critic that is not divided, on the GPUs of a policy that is, train on the samples of
+    another run; both must give the same numbers."""
+    replay = ("--load-debug-rollout-data", dumps, "--actor-num-gpus-per-node", 2)
+    layout = ("--tensor-model-parallel-size", 2, "--critic-tensor-model-parallel-size", 1)
+    saved = ("--save", dumps.parents[2] / "critic-divided-ckpt")
+    divided = run("critic-divided", *GRPO, *PPO, *replay, *layout, *saved)
+    for step, theirs in shared.steps().items():
+        ours = divided.steps()[step]
+        for metric, value in theirs.items():
+            if metric.startswith("train/critic-") and "skipped" not in metric:
+                assert ours[metric] == pytest.approx(value, rel=1e-3, abs=1e-5), metric
 
 
 @pytest.mark.full

@@ -16,7 +16,7 @@ from slime.config.flag import FlagSpec, Part, Requirement, option_of
 from slime.config.flags import all_flags, own_flags
 from slime.config.parse import given_by_name
 from slime.config.parts import left_out
-from slime.config.resolve import resolve
+from slime.config.resolve import PARALLEL_SIZES, resolve
 from slime.engines.launch import ONE_GPU
 from slime.engines.router import router_command
 from slime.engines.sglang.command import sglang_options
@@ -118,6 +118,10 @@ COMPANIONS: dict[tuple[str, Any], dict[str, Any]] = {
     ("opd_loss", "reverse_kl"): {"opd_teacher_load": ("x",)},
     ("opd_loss", "jsd"): {"opd_teacher_load": ("x",)},
     ("preference_loss", "kto"): {"rollout_batch_size": 2},
+    **{
+        (f"critic_{size}_parallel_size", 7): {"actor_num_gpus_per_node": 7}
+        for size in PARALLEL_SIZES
+    },
 }  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""A critic on ranks of its own: the numbers of one on the policy's, at any two layouts; its part of
-checkpoints; what is refused."""
+"""A critic with its own layout, on ranks of its own or on the policy's: the numbers of one with the
+policy's layout, at any two layouts; its part of checkpoints; what is refused."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from slime.checkpoints.critic_part import critic_records, is_part_written, take_critic
@@ -43,12 +44,13 @@ ALONE: tuple[int, int, dict[str, Any]] = (1, 1, {})
 
 
 def of_critic(size: int, layout: dict[str, Any]) -> dict[str, Any]:
-    """The flags of a critic on so many ranks; sizes that are not named are 1."""
+    """The flags of a critic on so many ranks of its own, or with 0 on the policy's; sizes that are
+    not named are 1."""
     sizes = ("tensor_model", "pipeline_model", "context", "expert_model")
     names = [f"{one}_parallel_size" for one in sizes]
     own = {f"critic_{name}": layout.get(name, 1) for name in names}
     own["critic_sequence_parallel"] = bool(layout.get("sequence_parallel"))
-    return {"critic_num_gpus_per_node": size, **own}
+    return {**({"critic_num_gpus_per_node": size} if size else {}), **own}
 
 
 class Driver:
@@ -183,6 +185,22 @@ def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]])
             assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
+def assert_same_values(found: list[dict[int, Any]], expected: list[dict[int, Any]]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys() == set(range(6))
+        for place, values in theirs.items():
+            assert ours[place] == pytest.approx(values, rel=1e-6, abs=1e-6)
+
+
+def values_of(critic: Any, batch: TrainBatch) -> dict[int, Any]:
+    """The values of a shard, by position; {} on ranks without them."""
+    outputs = critic.outputs(batch)
+    if outputs is None:
+        return {}
+    scale = critic.return_scale
+    return dict(zip(batch.positions, (scale.restored(one).numpy() for one in outputs)))
+
+
 def shared_job(
     info: Any, flags: dict[str, Any], batches: list[TrainBatch], rollouts: int
 ) -> dict[str, Any]:
@@ -196,16 +214,57 @@ def shared_job(
     metrics = []
     values = []
     for _ in range(rollouts):
-        scale = backend.critic.return_scale
-        outputs = backend.critic.outputs(batch)
-        assert outputs is not None
-        restored = [scale.restored(one).numpy() for one in outputs]
-        values.append(dict(zip(batch.positions, restored)))
+        values.append(values_of(backend.critic, batch))
         metrics.append(numbers(backend.train(batch)))
     if "save" in flags:
         backend.save(backend.next_rollout_id + rollouts - 1)
         backend.finish_saving()
     return {"start": backend.next_rollout_id, "metrics": metrics, "values": values}
+
+
+def two_layouts_job(
+    info: Any,
+    flags: dict[str, Any],
+    policy_batches: list[TrainBatch],
+    critic_batches: list[TrainBatch],
+    rollouts: int,
+) -> dict[str, Any]:
+    """Some rollouts of a critic with its own layout on the policy's ranks."""
+    from slime.trainer.megatron.backend import MegatronBackend
+
+    config = trainer_config(**{**TRAINING, **flags}, actor_num_gpus_per_node=info.world_size)
+    backend = MegatronBackend(config, info)
+    backend.setup()
+    assert backend.critic is not None and backend.layout.critic is not None
+    assert backend.layout.data_parallel_size == len(policy_batches)
+    assert backend.layout.critic.data_parallel_size == len(critic_batches)
+    batch = policy_batches[backend.data_parallel_rank]
+    of_critic = critic_batches[backend.critic.ranks.replica]
+    metrics = []
+    values = []
+    for _ in range(rollouts):
+        values.append(values_of(backend.critic, of_critic))
+        metrics.append(numbers(backend.train(batch, of_critic)))
+    if "save" in flags:
+        backend.save(backend.next_rollout_id + rollouts - 1)
+        backend.finish_saving()
+    return {"reporting": backend.is_reporting_rank, "metrics": metrics, "values": values}
+
+
+def on_the_same_ranks(
+    ranks: Pools,
+    policy: tuple[int, int, dict[str, Any]],
+    critic: tuple[int, int, dict[str, Any]],
+    rollouts: int,
+    **more: Any,
+) -> tuple[list[dict[str, float]], list[dict[int, Any]]]:
+    """Run both on the same ranks; of each rollout the metrics, and the values."""
+    assert policy[0] == critic[0]
+    flags = {**policy[2], **of_critic(0, critic[2]), **more}
+    batches = batches_for(policy[1]), batches_for(critic[1])
+    found = ranks.run(policy[0], two_layouts_job, flags, *batches, rollouts)
+    [reported] = [one["metrics"] for one in found if one["reporting"]]
+    return reported, [merged(parts) for parts in zip(*(one["values"] for one in found))]
 
 
 TRAINED = {"all layers": {}, "adapters": {"lora_rank": 2}}
@@ -236,13 +295,29 @@ def test_any_two_layouts_give_the_numbers_of_a_critic_on_the_policys_ranks(
     alone = shared[trained]
     found, values = together(ranks, policy, critic, 3, **flags)
     assert_same(found, alone["metrics"])
-    for one, theirs in zip(values, alone["values"], strict=True):
-        assert one.keys() == theirs.keys() == set(range(6))
-        for place, expected in theirs.items():
-            assert one[place] == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert_same_values(values, alone["values"])
     last = found[-1]
     assert values[-1][0].any()
     assert last["train/critic-explained_variance"] > 0.05 and last["rollout/kl"] != 0.0
+
+
+@pytest.mark.parametrize(
+    ("policy", "critic", "trained"),
+    [
+        ((2, 1, TP2 | SP), (2, 2, {}), "all layers"),
+        ((2, 2, {}), (2, 1, TP2 | SP), "adapters"),
+        ((2, 1, PP2 | VIRTUAL), (2, 1, CP2), "all layers"),
+        ((2, 1, CP2), (2, 1, PP2), "all layers"),
+    ],
+)
+def test_any_two_layouts_on_the_same_ranks_give_the_same_numbers(
+    policy: Any, critic: Any, trained: str, ranks: Pools, model: Path, shared: dict[str, Any]
+) -> None:
+    flags = {"hf_checkpoint": str(model), **TRAINED[trained]}
+    found, values = on_the_same_ranks(ranks, policy, critic, 3, **flags)
+    assert_same(found, shared[trained]["metrics"])
+    assert_same_values(values, shared[trained]["values"])
+    assert found[-1]["train/critic-explained_variance"] > 0.05
 
 
 def test_its_experts_are_spread_as_its_flags_say(ranks: Pools, tmp_path: Path) -> None:
@@ -252,6 +327,35 @@ def test_its_experts_are_spread_as_its_flags_say(ranks: Pools, tmp_path: Path) -
     spread = {"critic_expert_tensor_parallel_size": 1}
     found, _ = together(ranks, ALONE, (2, 2, parity.EP2), 3, **flags, **spread)
     assert_same(found, alone["metrics"])
+    found, _ = on_the_same_ranks(ranks, (2, 2, {}), (2, 2, parity.EP2), 3, **flags, **spread)
+    assert_same(found, alone["metrics"])
+
+
+def random_job(info: Any) -> tuple[list[float], list[float]]:
+    """What two ranks draw outside and inside a second layout."""
+    from slime.trainer.megatron import parallel
+
+    config = trainer_config(**PPO, actor_num_gpus_per_node=2, tensor_model_parallel_size=2)
+    try:
+        ranks = parallel.initialise(info, config)
+        one = trainer_config(**PPO, actor_num_gpus_per_node=2)
+        second = parallel.SecondLayout(one, None, ranks.device)
+        outside = []
+        inside = []
+        for _ in range(2):
+            outside += torch.rand(1 + info.rank)[:1].tolist()  # more on one rank than on the other
+            with second.active(), second.active():
+                inside.append(torch.rand(1).item())
+        assert (ranks.replica, second.ranks.replica) == (0, info.rank)
+    finally:
+        parallel.shut_down()
+    return outside, inside
+
+
+def test_each_layout_has_its_own_random_numbers(ranks: Pools) -> None:
+    (first, inside), (second, same) = ranks.run(2, random_job)
+    assert inside == same and len(set(inside)) == 2
+    assert first[0] == second[0] == inside[0] and first[1] == inside[1] != second[1]
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -291,6 +395,20 @@ def test_a_checkpoint_has_both_and_any_run_goes_on_from_it(
     [back] = ranks.run(1, shared_job, shared, batches_for(1), 1)
     assert back["start"] == 2
     assert_same(back["metrics"], unbroken["metrics"][1:])
+
+
+def test_a_checkpoint_is_resumed_with_other_layouts_on_the_same_ranks(
+    ranks: Pools, model: Path, tmp_path: Path
+) -> None:
+    flags = {**RESUMING, "hf_checkpoint": str(model)}
+    own = {"load": str(tmp_path), "save": str(tmp_path), "async_save": True}
+    [unbroken] = ranks.run(1, shared_job, flags, batches_for(1), 3)
+    first, _ = on_the_same_ranks(ranks, (2, 1, TP2 | SP), (2, 2, {}), 1, **flags, **own)
+    check_contents(tmp_path / "iter_0000000")
+    second, _ = on_the_same_ranks(ranks, (2, 2, {}), (2, 1, PP2), 1, **flags, **own)
+    [third] = ranks.run(1, shared_job, {**flags, **own}, batches_for(1), 1)
+    assert third["start"] == 2
+    assert_same([*first, *second, *third["metrics"]], unbroken["metrics"])
 
 
 def test_a_checkpoint_of_adapters_has_the_critic_too(
@@ -338,6 +456,13 @@ def test_a_critic_has_the_policys_layout_unless_it_has_its_own() -> None:
     shared = trainer_config(**PPO, **policy)
     assert not shared.critic.has_own_gpus
     assert PlacementPlan.of(shared).total == 4 and list(roles_of(shared))[-1] == "critic"
+    assert not shared.critic_has_own_layout and critic_placed(shared) == shared
+    divided = trainer_config(**PPO, **policy, critic_tensor_model_parallel_size=1)
+    assert divided.critic_has_own_layout and not divided.critic.has_own_gpus
+    assert PlacementPlan.of(divided).total == 4 and list(roles_of(divided))[-1] == "critic"
+    placed = critic_placed(divided)
+    assert placed.cluster == divided.cluster and placed.cluster.offload_train
+    assert not divided.critic.critic_sequence_parallel
     apart = trainer_config(**PPO, **policy, critic_num_nodes=2)
     plan = PlacementPlan.of(apart)
     assert (plan.num_critic, plan.critic_offset, plan.total) == (8, 4, 12)
@@ -393,7 +518,16 @@ def test_a_critic_has_the_policys_layout_unless_it_has_its_own() -> None:
             {**PPO, "critic_num_nodes": 2, "critic_num_gpus_per_node": 0},
             "--critic-num-nodes 2 and --critic-num-gpus-per-node 0 contradict each other",
         ),
-        ({**PPO, "critic_tensor_model_parallel_size": 2}, "without --critic-num-gpus-per-node"),
+        (
+            {**PPO, "actor_num_gpus_per_node": 2, "critic_tensor_model_parallel_size": 4},
+            "2 trainer GPUs cannot be divided by 4",
+        ),
+        (
+            {**PPO, "actor_num_gpus_per_node": 2, "tensor_model_parallel_size": 2,
+             "critic_tensor_model_parallel_size": 1, "micro_batch_size": 1,
+             "global_batch_size": 3},
+            "data-parallel size of the critic = 1 × 2 = 2",
+        ),
         ({"critic_num_gpus_per_node": 2}, "--advantage-estimator ppo"),
     ],
 )  # fmt: skip
@@ -454,6 +588,29 @@ def test_a_part_stays_until_its_checkpoint_takes_it(process: CriticProcess, tmp_
         partial.rename(final)
         assert is_part_written(tmp_path, iteration)
     assert not is_part_written(tmp_path, 5)
+
+
+def nan_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> Any:
+    from slime.trainer.megatron.backend import MegatronBackend
+
+    config = trainer_config(**PPO, **flags, actor_num_gpus_per_node=info.world_size)
+    backend = MegatronBackend(config, info)
+    backend.setup(spec=tiny_spec(), initialise=True)
+    assert backend.critic is not None and backend.critic.head is not None
+    backend.critic.head.bias.data.fill_(np.nan)
+    with pytest.raises(NonFiniteTraining, match="of the critic: NaN or Inf"):
+        backend.train(make_batch(), batches[backend.critic.ranks.replica])
+    return backend.failed_step
+
+
+def test_a_critic_of_another_layout_on_the_same_ranks_keeps_its_step_with_nan(
+    ranks: Pools,
+) -> None:
+    flags = {**TP2, **of_critic(0, {})}
+    found = ranks.run(2, nan_job, flags, batches_for(2))
+    assert [part.rank for part in found] == [0, 1]
+    rows = [row["sample_indices"] for part in found for row in part.micro_batches]
+    assert sorted(place for row in rows for place in row) == sorted(make_batch().sample_indices)
 
 
 def test_a_step_with_nan_is_kept_with_the_values(process: CriticProcess) -> None:

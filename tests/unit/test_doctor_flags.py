@@ -64,6 +64,7 @@ WRONG: list[tuple[str, str]] = [
         "--advantage-estimator ppo --critic-num-gpus-per-node 7 "
         "--critic-tensor-model-parallel-size 7",
     ),
+    ("parallel-layout", "--advantage-estimator ppo --critic-tensor-model-parallel-size 2"),
     ("context-length", "--rollout-max-prompt-len 64"),
     ("context-length", "--seq-length 32"),
     ("colocate-async", "--async-buffer-size 1"),

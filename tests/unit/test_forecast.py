@@ -527,6 +527,36 @@ def test_a_critic_on_gpus_of_its_own_trains_meanwhile(tmp_path: Path) -> None:
     assert not best_plans(run.facts, work, run.cost, H200, 4, 141e9)
 
 
+def test_a_critic_with_its_own_layout_on_the_policys_gpus_takes_its_own_time(
+    tmp_path: Path,
+) -> None:
+    flags: dict[str, Any] = {
+        "advantage_estimator": "ppo",
+        "colocate": True,
+        "actor_num_gpus_per_node": 4,
+        "rollout_batch_size": 32,
+        "n_samples_per_prompt": 1,
+        "rollout_max_response_len": 2048,
+        "rollout_max_context_len": 2304,
+    }
+
+    def training(policy: int, critic: int) -> float:
+        layout = {
+            "tensor_model_parallel_size": policy,
+            "critic_tensor_model_parallel_size": critic,
+        }
+        run = Run(tmp_path, LLAMA_8B, **flags, **layout)
+        return mean_phases(run.steps(H200, log_normal(512, 2048), 128))["training"]
+
+    policys = training(4, 4)
+    fast = training(1, 1)
+    assert fast < training(4, 1) < policys and fast < training(1, 4) < policys
+    run = Run(tmp_path, LLAMA_8B, **flags, critic_tensor_model_parallel_size=4)
+    work = Workload.of(run.config, log_normal(512, 2048), 128)
+    assert best_plans(run.facts, work, run.cost, H200, 4, 141e9)
+    assert not best_plans(run.facts, work, run.cost, H200, 2, 141e9)  # it does not fit there
+
+
 def test_rates_go_through_a_file(tmp_path: Path) -> None:
     save_rates(H200, tmp_path / "rates.json")
     assert load_rates(tmp_path / "rates.json") == H200

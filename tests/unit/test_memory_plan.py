@@ -239,6 +239,46 @@ def test_a_base_of_policy_and_critic_is_counted_once(
         assert not any("frozen base" in note for note in plan.notes)
 
 
+def test_a_critic_with_its_own_layout_on_the_policys_gpus(folders: dict[str, Path]) -> None:
+    flags = {
+        "advantage_estimator": "ppo", "colocate": True, "sglang_mem_fraction_static": 0.4,
+        "actor_num_gpus_per_node": 2, "tensor_model_parallel_size": 2,
+    }  # fmt: skip
+    same = phases(plan_of(folders[DENSE], 141, **flags))
+    halves = owned(same["GPU 0-1", "critic"], "critic")
+    plan = plan_of(folders[DENSE], 141, **flags, critic_tensor_model_parallel_size=1)
+    found = phases(plan)
+    whole = owned(found["GPU 0-1", "critic"], "critic")
+    assert whole["weights"] == pytest.approx(2 * halves["weights"], rel=0.01)
+    assert owned(found["GPU 0-1", "train"], "trainer").keys() == {
+        *owned(same["GPU 0-1", "train"], "trainer")
+    }
+    for name in ("generate", "train", "push"):  # its communicators
+        more = found["GPU 0-1", name].total - same["GPU 0-1", name].total
+        assert more == pytest.approx(0.5e9)
+    # one of its two stages is on each GPU of the policy's only stage; the larger one counts
+    cut = {"critic_tensor_model_parallel_size": 1, "critic_pipeline_model_parallel_size": 2}
+    stage = owned(
+        phases(plan_of(folders[DENSE], 141, **flags, **cut))["GPU 0-1", "critic"], "critic"
+    )
+    assert halves["weights"] < stage["weights"] < 0.7 * whole["weights"]
+    # whole sequences where the policy has parts of them
+    context = {**flags, "tensor_model_parallel_size": 1, "context_parallel_size": 2}
+    parts, sequences = (
+        plan_of(folders[DENSE], 141, **{**context, "rollout_max_context_len": 32768}, **own)
+        for own in ({}, {"critic_context_parallel_size": 1})
+    )
+    assert sequences.facts.trainer is not None and parts.facts.trainer is not None
+    assert parts.facts.trainer.as_critic().tokens == 16384
+    assert sequences.facts.trainer.as_critic().tokens == 32768
+    texts = {change.text: change for change in changes(plan, plan.facts, "critic")}
+    [wider] = [
+        text for text in texts if text.startswith("--critic-tensor-model-parallel-size 1 → 2")
+    ]
+    trainer = texts[wider].facts.trainer
+    assert trainer is not None and trainer.as_critic().layout.tensor == 2
+
+
 def test_a_critic_on_gpus_of_its_own_takes_none_of_the_policys(folders: dict[str, Path]) -> None:
     flags = {"colocate": True, "sglang_mem_fraction_static": 0.4, "num_gpus_per_node": 8}
     ppo = {"advantage_estimator": "ppo", **flags}

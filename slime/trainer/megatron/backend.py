@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from slime.config.flag import option_of
 from slime.config.teachers import SELF
 from slime.errors import UserError
 from slime.log import get_logger
-from slime.samples.batch import StepPlan, TrainBatch, TrainedTokens
+from slime.samples.batch import StepPlan, TrainBatch, TrainedTokens, TrainLayout
 from slime.trainer.loss import micro_batch_loss
 from slime.trainer.megatron import device
 
@@ -40,22 +42,25 @@ from slime.checkpoints.trainer_state import TrainerState
 from slime.engines.image_canary import ImageCanary
 from slime.models import table_of
 from slime.models.adapters import AdapterConfig, adapter_family
+from slime.models.layout_rules import check_critic_layout, virtual_stages
 from slime.models.quantised import Quantisation
 from slime.models.spec import ModelSpec
 from slime.paths import fill
+from slime.placement import critic_placed
 from slime.trainer.ci_checks import check_grad_norms, check_rollout
 from slime.trainer.distillation import note_teacher_scores, with_teacher_prompts
-from slime.trainer.megatron import adapters, forward, optimizer
+from slime.trainer.megatron import adapters, forward, optimizer, parallel
 from slime.trainer.megatron.critic import Critic, shares_base
 from slime.trainer.megatron.engine_weights import EngineWeights, frozen_reader, load_same_model
 from slime.trainer.megatron.model import PolicyModel, build_model_chunks
 from slime.trainer.megatron.offload import Offloader, WeightsCopy
 from slime.trainer.megatron.packed import PackedMicroBatch
-from slime.trainer.megatron.parallel import RankInfo
+from slime.trainer.megatron.parallel import RankInfo, SecondLayout
 from slime.trainer.megatron.process import TrainerProcess
 from slime.trainer.megatron.replay import RoutingGuide, guide_for
 from slime.trainer.megatron.value_model import RewardModel
 from slime.trainer.memory import PhaseMemory
+from slime.trainer.non_finite import NonFiniteTraining
 from slime.trainer.records import (
     LossInputs,
     MicroBatchResult,
@@ -188,15 +193,31 @@ class MegatronBackend(TrainerProcess):
     def _build_critic(
         self, *, initialise: bool = False, base: list[optimizer.DataParallel] | None = None
     ) -> Critic:
+        takes_turns = bool(self.config.cluster.offload_train) and device.has_gpu()
+        if not self.config.critic_has_own_layout:
+            return Critic(
+                self.spec,
+                self.config,
+                self.ranks,
+                self.functions,
+                self._pack,
+                initialise=initialise,
+                takes_turns=takes_turns,
+                base=base,
+            )
+        check_critic_layout(self.spec, self.config)
+        config = critic_placed(self.config)
+        spec = self.spec.padded(config.megatron.tensor_model_parallel_size)
+        second = SecondLayout(config, virtual_stages(spec, config), self.ranks.device)
         return Critic(
-            self.spec,
-            self.config,
-            self.ranks,
+            spec,
+            config,
+            second.ranks,
             self.functions,
-            self._pack,
+            partial(self._pack, config=config),
             initialise=initialise,
-            takes_turns=bool(self.config.cluster.offload_train) and device.has_gpu(),
-            base=base,
+            takes_turns=takes_turns,
+            layout=second.active,
         )
 
     def _load_critic(self, critic: Critic, plan: LoadPlan | None) -> None:
@@ -306,11 +327,25 @@ class MegatronBackend(TrainerProcess):
         if self.critic is not None:
             self.critic.set_run_length(num_rollout)
 
-    def train(self, batch: TrainBatch) -> dict[str, float]:
+    @property
+    def layout(self) -> TrainLayout:
+        found = super().layout
+        if self.critic is None or not self.config.critic_has_own_layout:
+            return found
+        with self.critic.layout():
+            return replace(found, critic=parallel.train_layout(self.critic.config))
+
+    def train(self, batch: TrainBatch, critic_batch: TrainBatch | None = None) -> dict[str, float]:
         """Take all optimizer steps of one rollout; see `slime.trainer.update.update`.
         Collective."""
         self._begin_rollout()
-        return self._end_rollout(batch, *update(self, batch))
+        try:
+            found = update(self, batch, critic_batch)
+        except NonFiniteTraining:
+            if self.critic is not None and self.critic.failed_step is not None:
+                self.failed_step = self.critic.failed_step
+            raise
+        return self._end_rollout(batch, *found)
 
     def score(self, batch: TrainBatch) -> None:
         """Begin the update if the critic has its own ranks (else see `train`). Collective."""

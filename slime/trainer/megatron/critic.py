@@ -1,11 +1,13 @@
 """The critic of one trainer rank: a second model with its own optimizer. With --critic-lora-rank
-its adapters and its value head are trained, otherwise all of it. In the policy's processes it has
-the policy's layout:
+its adapters and its value head are trained, otherwise all of it. In the policy's processes:
 
     policy scores ─► critic wakes: values, advantages, its steps ─► critic sleeps ─► policy's steps
 
 If trainer and engines share GPUs, only one of policy and critic is on the device at a time. A
 critic with its own GPUs (`slime.trainer.megatron.critic_process`) never sleeps.
+
+A critic with other parallel sizes than the policy on the same ranks computes with process groups of
+its own (`slime.trainer.megatron.parallel.SecondLayout`), and has shards of its own of each rollout.
 
 If both train adapters beside the same weights (`shares_base`), the frozen parameters of the critic
 are the policy's own. The policy loads them, keeps them on the device during the critic's turn, and
@@ -16,8 +18,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 from megatron.core import parallel_state
@@ -47,6 +51,7 @@ from slime.trainer.megatron.offload import Offloader, lent_memory
 from slime.trainer.megatron.packed import PackedMicroBatch
 from slime.trainer.megatron.replay import RoutingGuide, guide_for
 from slime.trainer.megatron.value_model import ValueHead, ValueModel
+from slime.trainer.non_finite import FailedStep
 from slime.trainer.ranks import Ranks
 from slime.trainer.records import LossInputs, MicroBatchResult, StepOutcome, TokenValues
 from slime.trainer.user_functions import UserFunctions
@@ -114,6 +119,20 @@ def _source_of(config: Config, plan: LoadPlan) -> tuple[LoadPlan, LoadPlan | Non
     return source, own if is_own else critic_in(source)
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _in_own_layout(method: Method) -> Method:
+    """Let Megatron use the groups of the critic's layout during the method."""
+
+    @wraps(method)
+    def inside(self: Critic, *args: Any, **kwargs: Any) -> Any:
+        with self.layout():
+            return method(self, *args, **kwargs)
+
+    return cast(Method, inside)
+
+
 class Critic:
     """One rank of the critic. Every method that computes is collective.
 
@@ -124,12 +143,15 @@ class Critic:
         takes_turns: the critic is on the device only between `wake` and `sleep`.
         base: the policy's chunks, not loaded yet, if the critic shares its frozen parameters
             (`shares_base`). They must be loaded before `load`.
+        layout: enters a context in which Megatron's groups are those of the critic's layout, which
+            ``config``, ``spec`` and ``ranks`` have; default: they always are.
 
     Attributes:
         chunks: Megatron's DDP-wrapped pipeline stage(s).
         adapters: the adapters that are trained beside frozen layers; None: all layers are trained.
         shared: the policy's parameters among the critic's.
         optimizer, scheduler: the critic's Megatron optimizer and learning-rate schedule.
+        failed_step: the last step, if it ended in `NonFiniteTraining`.
     """
 
     def __init__(
@@ -143,7 +165,10 @@ class Critic:
         initialise: bool = False,
         takes_turns: bool = False,
         base: Sequence[torch.nn.Module] | None = None,
+        layout: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        self.layout = layout
+        self.failed_step: FailedStep | None = None
         self.config = critic_config(config)
         self.spec = spec
         self.ranks = ranks
@@ -153,6 +178,12 @@ class Critic:
         self._offloader: Offloader | None = None
         self._policy = base
         self.shared: list[torch.nn.Parameter] = []
+        with layout():
+            self._build(config, initialise=initialise)
+
+    def _build(self, config: Config, *, initialise: bool) -> None:
+        spec = self.spec
+        base = self._policy
         if base is None:
             chunks = build_model_chunks(spec, self.config, initialise=initialise, model=ValueModel)
         else:
@@ -183,6 +214,7 @@ class Critic:
 
     # -- setting up --------------------------------------------------------------------------------
 
+    @_in_own_layout
     def load(self, plan: LoadPlan) -> None:
         """Load the weights, and the optimizer state if the run is resumed.
 
@@ -288,10 +320,12 @@ class Critic:
             scheduler=self.scheduler,
             adapters=self.adapters,
             base=self._base,
+            layout=self.layout,
         )
 
     # -- turns -------------------------------------------------------------------------------------
 
+    @_in_own_layout
     def sleep(self) -> None:
         """Free the device's memory for the policy, if they take turns."""
         if self.takes_turns:
@@ -319,9 +353,11 @@ class Critic:
         if self.config.checkpoint.reset_optimizer_states:
             optimizer.reset_moments(self.optimizer)
 
+    @_in_own_layout
     def end_rollout(self) -> None:
         optimizer.gather_parameters(self.chunks)
 
+    @_in_own_layout
     def outputs(self, batch: TrainBatch) -> list[Tensor] | None:
         """Return the head's output before each response token, [R_i] per sample, without gradient;
         None on ranks without output layer. Collective."""
@@ -350,6 +386,7 @@ class Critic:
         assert self.head is not None, "ranks without output layer compute no values"
         self.head.return_scale = new
 
+    @_in_own_layout
     def forward_backward(
         self, batch: TrainBatch, step_id: int, inputs_of: Callable[[list[int]], LossInputs]
     ) -> list[MicroBatchResult]:
@@ -374,6 +411,7 @@ class Critic:
         with adapters.dropping_inputs(self.chunks, dropout):
             return forward.forward_backward(self.chunks, packed, loss_of, gradient_scale=scale)
 
+    @_in_own_layout
     def optim_step(self, step: StepPlan, *, skip: bool) -> StepOutcome:
         """Apply the accumulated gradients; see `optimizer.take_step`. Collective."""
         clip = self.config.megatron.clip_grad

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from slime.checkpoints.random_state import seed_generators
+from slime.checkpoints.random_state import random_state, seed_generators, set_random_state
 from slime.config.config import Config
 from slime.engines.wire.process_group import listening_store
 from slime.errors import UserError
@@ -73,19 +78,26 @@ def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None =
         world_size=rank_info.world_size,
         timeout=timeout,
     )
+    return _create_groups(config, virtual_stages, chosen)
+
+
+def _create_groups(config: Config, virtual_stages: int | None, chosen: torch.device) -> Ranks:
+    """Create Megatron's groups for a layout, and seed the random generators for this rank."""
+    megatron = config.megatron
+    minutes = config.cluster.distributed_timeout_minutes
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
+        tensor_model_parallel_size=megatron.tensor_model_parallel_size,
+        pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=virtual_stages,
         context_parallel_size=megatron.context_parallel_size,
         expert_model_parallel_size=megatron.expert_model_parallel_size,
         expert_tensor_parallel_size=megatron.expert_tensor_parallel_size,
-        distributed_timeout_minutes=config.cluster.distributed_timeout_minutes,
+        distributed_timeout_minutes=minutes,
     )
     for group in parallel_state._global_process_group_list or ():
         # Megatron creates one of the gloo groups with torch's default timeout
         if group is not None and dist.get_backend(group) == "gloo":
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(minutes=minutes), group)
     seed_generators(config.train.seed)
     is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     is_first = is_last and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -97,6 +109,56 @@ def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None =
         speaks_for_shard=is_first and parallel_state.get_context_parallel_rank() == 0,
         is_reporting=is_first and data_rank == 0,
     )
+
+
+class SecondLayout:
+    """Another layout over the same ranks: Megatron's groups and the random generators of a model
+    that takes turns with the first one. Collective.
+
+    Megatron finds its groups in the variables of one module, so `active` exchanges those.
+
+    Args:
+        config: with the parallel sizes of this layout, which must fit the ranks.
+        virtual_stages: as for `initialise`, which comes first.
+
+    Attributes:
+        ranks: this rank's place in this layout.
+    """
+
+    def __init__(self, config: Config, virtual_stages: int | None, device: torch.device) -> None:
+        self._groups: dict[str, Any] = {name: {} if name in _TABLES else None for name in _GROUPS}
+        self._random = random_state()
+        self._is_active = False
+        with self.active():
+            self.ranks = _create_groups(config, virtual_stages, device)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Let Megatron use these groups and generators inside the block; blocks can be nested."""
+        if self._is_active:
+            yield
+            return
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        others = {name: getattr(parallel_state, name) for name in _GROUPS}
+        vars(parallel_state).update(self._groups)
+        self._groups = others
+        own = self._random
+        self._random = random_state()
+        set_random_state([own])
+        self._is_active = not self._is_active
+
+
+#: The variables in which Megatron keeps the groups of the current layout, and those that are dicts.
+_GROUPS = [
+    name for name in vars(parallel_state) if re.match("_[A-Z]|_global_process_group_list$", name)
+]
+_TABLES = [name for name in _GROUPS if isinstance(getattr(parallel_state, name), dict)]
 
 
 def _store(info: RankInfo, timeout: datetime.timedelta) -> dist.Store:

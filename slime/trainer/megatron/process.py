@@ -138,12 +138,16 @@ class TrainerProcess:
         finally:
             parallel.shut_down()
 
-    def _pack(self, batch: TrainBatch, micro_batches: list[list[int]]) -> list[PackedMicroBatch]:
-        megatron = self.config.megatron
+    def _pack(
+        self, batch: TrainBatch, micro_batches: list[list[int]], config: Config | None = None
+    ) -> list[PackedMicroBatch]:
+        """Pack micro-batches for the current layout, that of ``config``; default: the policy's."""
+        config = config or self.config
+        megatron = config.megatron
         divided = megatron.sequence_parallel or self.spec.num_experts > 0
         multiple = megatron.tensor_model_parallel_size if divided else 1
         if device.has_gpu():
-            padding = self.config.train.data_pad_size_multiplier
+            padding = config.train.data_pad_size_multiplier
             multiple = megatron.tensor_model_parallel_size * padding
         context = parallel.context_group()
         multiple *= context.size
@@ -162,7 +166,7 @@ class TrainerProcess:
             members = [sample for samples in micro_batches for sample in samples]
             own = dict.fromkeys(one.reference for sample in members for one in batch.media[sample])
             self.images.read_ahead(batch.images[reference] for reference in own)
-        same_length = virtual_stages(self.spec, self.config) is not None
+        same_length = virtual_stages(self.spec, config) is not None
         if same_length and len(batch.steps) > 1:  # one length in all passes of the rollout
             everything = [samples for step in batch.steps for samples in step.micro_batches]
             packed = forward.packed_micro_batches(batch, everything, options)
