@@ -380,11 +380,18 @@ def _raise_cause(
             if silent
             else "each of them waited for another one"
         )
+        happened = f"processes that work together lost each other; {others}"
+        fix = "read the logs of all of them, and check their hosts: memory, network, stopped processes"
+        if "unhandled cuda error" in str(error).lower():
+            happened = "a GPU failed, or one of its kernels; NCCL noticed it first"
+            fix = (
+                "CUDA_LAUNCH_BLOCKING=1 in the environment of the run shows the call that failed; "
+                "dmesg and nvidia-smi -q tell of a defective GPU"
+            )
         raise ConnectionBroken(
-            f"{what}: processes that work together lost each other; {others}",
+            f"{what}: {happened}",
             why=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
-            fix="read the logs of all of them, and check their hosts: memory, network, a "
-            "stopped process",
+            fix=fix,
         ).naming(*silent) from error
     raise error
 

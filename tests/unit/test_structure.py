@@ -27,28 +27,28 @@ FILES = read_package(ROOT / "slime")
 BUDGETS = {
     "agents": 1_614,
     "algorithms": 1_464,  # four estimators, sampling masks, divergences, formulas for the docs
-    "checkpoints": 5_004,  # MXFP4, reward models, names of PEFT, adapters of a critic
+    "checkpoints": 5_007,  # MXFP4, reward models, names of PEFT, adapters of a critic
     "cli": 2_744,  # plan, launch, compare, images in a chat, flags and adapters without effect
-    "cluster": 4_823,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
+    "cluster": 4_828,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
     "compat": 1_374,
-    "config": 6_432,  # preferences, images, kept weights, flags and options without effect
+    "config": 6_448,  # preferences, images, kept weights, flags and options without effect
     "diagnosis": 4_599,  # attention within images
     "embedded": 5_916,  # attention within images, sinks, stacks of experts, queries that grow
-    "engines": 4_611,  # sessions and ranks of newer SGLang, pictures, overrides without effect
+    "engines": 4_658,  # sessions and ranks of newer SGLang, pictures, overrides without effect
     "environments": 407,
-    "forecast": 917,  # over-sampling and partial rollouts
-    ".": 1_609,  # names and forms of secrets
-    "memory": 2_013,  # host memory part by part, towers, one base of two roles, masks, drafts
+    "forecast": 929,  # over-sampling and partial rollouts
+    ".": 1_601,  # names and forms of secrets
+    "memory": 2_056,  # host memory part by part, towers, one base of two roles, masks, drafts
     "models": 6_067,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
     "observe": 3_416,  # profiles, three trackers, ranges of recipes, rejected drafts
     "page": 1_618,
-    "processes": 1_102,  # the preloaded process
+    "processes": 1_108,  # the preloaded process
     "prompts": 5_490,  # images, preferences, forms of messages, what templates leave out
     "rollout": 9_796,  # images of answers, of teachers and of reward models, evaluation sets
     "run": 2_320,  # teachers that see, lengths for longrope, profiles, data sets from Python
     "samples": 2_419,  # rewards of tokens and turns, whole pairs, images behind other prompts
     "sandbox": 925,
-    "trainer": 9_691,  # a critic that shares its base, attention within images by packed kernels
+    "trainer": 9_818,  # a critic that shares its base, attention within images by packed kernels
     "user_code": 1_265,  # functions that are known to be sync
     "weights": 3_065,  # sessions of newer SGLang
 }

@@ -20,6 +20,7 @@ from slime import deadlines
 from slime.cluster import waiting
 from slime.cluster.waiting import (
     ActorDied,
+    ConnectionBroken,
     DeadlinePassed,
     NamedActor,
     Process,
@@ -153,6 +154,21 @@ def test_samples_that_died_with_the_rollout_actor_are_a_message() -> None:
         ) as died:
             wait_for({worker("trainer-0"): error}, "training", 60.0)
         assert died.value.names == () and "rollout actor" in died.value.why
+
+
+@pytest.mark.parametrize(
+    ("error", "happened", "remedy"),
+    [
+        ("NCCL error: unhandled cuda error, NCCL version 2.28", "a GPU failed", "CUDA_LAUNCH"),
+        ("NCCL error: remote process exited", "lost each other", "network"),
+    ],
+)
+def test_a_gpu_that_fails_under_nccl_is_no_lost_peer(
+    error: str, happened: str, remedy: str
+) -> None:
+    with pytest.raises(ConnectionBroken, match=happened) as broken:
+        wait_for({worker("trainer-0"): RuntimeError(error)}, "training", 60.0)  # type: ignore[dict-item]
+    assert remedy in broken.value.fix
 
 
 def test_a_mistake_of_the_user_explains_what_another_saw_first() -> None:
