@@ -381,7 +381,7 @@ def _raise_cause(
             else "each of them waited for another one"
         )
         happened = f"processes that work together lost each other; {others}"
-        fix = "read the logs of all of them, and check their hosts: memory, network, stopped processes"
+        fix = "read their logs, and check their hosts: memory, network, a stopped process"
         if "unhandled cuda error" in str(error).lower():
             happened = "a GPU failed, or one of its kernels; NCCL noticed it first"
             fix = (
