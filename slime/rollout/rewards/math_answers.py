@@ -88,11 +88,13 @@ class MathMatrix:
 
 @dataclass(frozen=True)
 class Relation:
-    r"""A chain such as a < b <= c; there is one sign fewer than sides."""
+    r"""A chain such as a < b <= c; there is one sign fewer than sides. ``is_bare``: it began with
+    its sign, and its first side is `_ANYTHING`."""
 
     sides: tuple[Any, ...]
     signs: tuple[str, ...]
     text: str
+    is_bare: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -192,12 +194,49 @@ _COMPOUND = re.compile(
 _HEDGE = re.compile(
     r"(?i)\A(?:~|(?:the )?(?:final |correct )?answer(?: "
     r"is|:)|approximately|approx\.?|about|around|roughly|exactly|"
-    r"nearly|=|\\approx) *(?=[-+\d\\.$])"
+    r"nearly|either|=|\\approx) *(?=[-+\d\\.$])"
 )
 _HEDGED = re.compile(
     r"(?i) *\((?:approx(?:imately|\.)?|exact(?:ly)?|about|rounded[^()]{0,40}|"
     r"to [^()]{0,40}(?:places?|figures?|digits?)|"
     r"nearest [^()]{0,30})\)\Z"
+)
+#: What makes a number a bound or denies it: the sign, words before the number, words behind it.
+_LIMITS = (
+    (
+        r"\ge",
+        r"at (?:the )?least|(?:no|not) (?:less|fewer|smaller|lower) than|a minimum of|"
+        r"(?:greater|more|larger|bigger|higher) than or equal to",
+        r"or (?:more|greater|larger|higher|above|over)",
+    ),
+    (
+        r"\le",
+        r"at (?:the )?most|(?:no|not) (?:more|greater|larger|bigger|higher) than|a maximum of|"
+        r"up to|(?:less|fewer|smaller|lower) than or equal to",
+        r"or (?:less|fewer|smaller|lower|below|under)",
+    ),
+    (">", r"(?:more|greater|larger|bigger|higher) than|over|above|exceeding", "(?!)"),
+    ("<", r"(?:less|fewer|smaller|lower) than|under|below", "(?!)"),
+    (r"\ne", r"not(?: equal to)?|anything (?:but|except)|other than", "(?!)"),
+)
+_BEFORE = "|".join(before for _, before, _ in _LIMITS)
+_BEHIND = "|".join(behind for *_, behind in _LIMITS)
+_VALUE = r"(?P<value>[-+\d\\.$(].*?)"
+_LIMIT = re.compile(
+    rf"(?i)(?:(?P<name>[a-z]) (?:is|are|(?:must|can|should) be) )?(?P<before>{_BEFORE}) {_VALUE}"
+    rf"|(?P<value2>[-+\d\\.$(].*?) (?P<behind>{_BEHIND})",
+    re.S,
+)
+#: Text that ends with words or a sign before a number, and text that begins with words behind it.
+LIMIT_BEFORE = re.compile(
+    rf"(?i)(?:\b(?:{_BEFORE}|negative|(?<![\d)$] )minus) +|(?:[<>≤≥≠]|\\(?:[lg]eq?|neq?)\b) *)\Z"
+)
+LIMIT_BEHIND = re.compile(rf"(?i) +(?:{_BEHIND})\b")
+_MINUS = re.compile(r"(?i)\A(?:minus|negative) +(?=[\d.\\$])")
+#: What an answer is not: "not 5 but" before it, "rather than 5" behind it.
+_CONTRAST = re.compile(
+    r"(?i)\Anot .{1,60}?,? but (?:rather |instead )?(?=[-+\d\\.$(])"
+    r"|(?<=[\d)}]),? (?:rather than|instead of) [^ ]{1,30}\Z"
 )
 _UNIT_IN_BRACKETS = re.compile(r"([-+]?[\d.,]*\d) *\( *([A-Za-z]{2}[^()]{0,30})\)")
 _LITERAL = re.compile(r"0(?:[xX]([0-9A-Fa-f]+)|[bB]([01]+)|[oO]([0-7]+))")
@@ -311,6 +350,7 @@ def read_answer(text: str) -> Any:
         (None, 'yes')
     """
     text = _HEDGE.sub("", plain_latex(text[:_MAX_ANSWER]), count=1) if text else ""
+    text = _MINUS.sub("-", _CONTRAST.sub("", text))
     if text.endswith(")"):
         text = _HEDGED.sub("", text)
     return _read(text, 0) if text else None
@@ -459,6 +499,22 @@ def _read_scaled_matrix(text: str, depth: int) -> Any:
     return MathMatrix(tuple(rows), matrix.kind)
 
 
+def _read_limit(text: str, depth: int) -> Any:
+    """Read at least 5, 5 or more, not 5."""
+    found = _LIMIT.fullmatch(text)
+    if not found:
+        return None
+    words = found["before"] or found["behind"]
+    sign = next(
+        sign for sign, *said in _LIMITS if any(re.fullmatch(f"(?i:{one})", words) for one in said)
+    )
+    value = _read(found["value"] or found["value2"], depth + 1)
+    if not isinstance(value, Quantity):
+        return None
+    name = _read(found["name"], depth + 1) if found["name"] else _ANYTHING
+    return Relation((name, value), (sign,), text, is_bare=not found["name"])
+
+
 def _read_matrix(text: str, depth: int) -> Any:
     found = _MATRIX.fullmatch(text)
     if found:
@@ -530,7 +586,13 @@ def _read_list(text: str, depth: int) -> Any:
         joined := _measured_thousands(text)
     ):
         return _read(joined, depth + 1)
-    return Sequence_("", _read_all(parts, depth), "")
+    items = _read_all(parts, depth)
+    is_contrast = (
+        isinstance(items[1], Relation) and items[1].is_bare and items[1].signs == (r"\ne",)
+    )
+    if len(items) == 2 and isinstance(items[0], Quantity) and is_contrast:
+        return items[0]  # "6, not 5"
+    return Sequence_("", items, "")
 
 
 def _measured_thousands(text: str) -> str | None:
@@ -580,9 +642,13 @@ def _read_relation(text: str, depth: int) -> Any:
     parts = [part.strip() for part in parts]
     if not parts[-1] or len(parts) > 6:
         return None
-    if not parts[0]:  # "= 5"
-        return _read(" ".join(parts[1:]), depth + 1) if len(parts) == 2 else None
     signs = tuple(_SIGN_NAMES.get(sign.strip(), sign.strip()) for sign in separators)
+    if not parts[0] and len(parts) == 2:  # "= 5", or ">= 5"
+        value = _read(parts[1], depth + 1)
+        is_limit = signs[0] in (*_MIRROR, r"\ne")
+        return Relation((_ANYTHING, value), signs, text, is_bare=True) if is_limit else value
+    if not parts[0]:
+        return None
     return Relation(_read_all(parts, depth), signs, text)
 
 
@@ -840,6 +906,7 @@ _READERS: tuple[Callable[[str, int], Any], ...] = (
     _read_family,
     _read_matrix,
     _read_union,
+    _read_limit,
     _read_list,
     _read_brackets,
     _read_relation,
@@ -1398,8 +1465,7 @@ def _same_value_of(g: Any, a: Relation) -> bool | None:
 
 
 def _same_relations(g: Relation, a: Relation) -> bool | None:
-    g = _short(g)
-    a = _short(a)
+    g, a = _short(_with_name(g, a)), _short(_with_name(a, g))
     if g.signs == a.signs == ("=",):
         heads = sorted(str(getattr(side, "text", "")) for side in (g.sides[0], a.sides[0]))
         if re.fullmatch(r"[fgh]\(x\)", heads[0]) and heads[1] == "y":
@@ -1424,6 +1490,14 @@ def _same_relations(g: Relation, a: Relation) -> bool | None:
     return _same_equation(g, a) if g.signs in (("=",), (r"\ne",)) else False
 
 
+def _with_name(relation: Relation, other: Relation) -> Relation:
+    """Give a relation without a first side that of another relation."""
+    name = next((side for side in other.sides if _name(side) and not _is_constant(side)), None)
+    if not relation.is_bare or name is None:
+        return relation
+    return Relation((name, *relation.sides[1:]), relation.signs, relation.text)
+
+
 def _short(relation: Relation) -> Relation:
     """x = 2 + 3 = 5 as x = 5."""
     if len(relation.signs) == 1 or not set(relation.signs) <= {"=", r"\approx"}:
@@ -1441,6 +1515,8 @@ def _same_chain(g: Relation, a: Relation) -> bool:
 
 
 _MIRROR = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
+#: What a relation without a first side is about.
+_ANYTHING = Quantity("x", ("x", "x"))
 
 
 def _difference(relation: Relation) -> Node | None:

@@ -14,6 +14,7 @@ from slime.errors import UserError, a_type
 from slime.prompts.chat_template import REASONING_MARKS
 from slime.rollout.rewards.math_answers import is_text, same_answer
 from slime.rollout.rewards.math_notation import plain_latex
+from slime.rollout.rewards.other_languages import denies, is_denied, stated_choices
 
 
 def last_boxed(text: str) -> str | None:
@@ -518,7 +519,7 @@ def _stated_letters(
             yield found.end(), by_text
     after = re.compile(
         rf"(?:(?<![\w'’-])(?:[Oo]ption|[Cc]hoice|[Aa]nswer|"
-        rf"[Ss]tatement)\s+)?(?<![\w'’-])[(*_`\"]*([{group}])[)*_`\"]*\s+"
+        rf"[Ss]tatement)\s+)?(?<![\w'’(*`\"-])[(*_`\"]{{0,4}}([{group}])[)*_`\"]{{0,4}}\s+"
         r"(?:is|must be|has to be|would be|should be)\s+(?:therefore |thus |hence |clearly "
         r"|indeed )?(?:the )?"
         r"(?:only )?(?:correct|right|best|answer|true|final)\b"
@@ -527,6 +528,7 @@ def _stated_letters(
         before = text[max(0, found.start() - 14) : found.start()]
         is_second = re.search(rf"\b[{group}]\)?\s*(?:and|or|,)\s*$", before)
         yield found.start(1), None if is_second else found[1].upper()
+    yield from stated_choices(text, group)
 
 
 _WEAK = frozenset({
@@ -567,7 +569,7 @@ def _letter_after(text: str, start: int, group: str) -> tuple[int, str | None, b
         rf"as)\s*(?:also\s+)?[(\[*_`\"]*([{group}])(?![\w'’-])",
         rest,
     )
-    if _CONTRASTED.match(rest):
+    if _CONTRASTED.match(rest) or is_denied(rest[:40]):
         return None
     if several and several[1].upper() != letter.upper():
         return at, None, True
@@ -607,7 +609,8 @@ def _only_letter(text: str, letters: list[str], texts: dict[str, Any]) -> str | 
         rf"[(\[]([{group}{group.lower()}])[)\]]|\*\*\(?([{group}])[).:]?\*\*", text
     ):
         sentence = re.split(r"[.!?\n]\s", text[: found.start()])[-1]
-        if not _NEGATION.search(sentence) and not _CONTRASTED.match(text[found.end() :]):
+        rest = text[found.end() :][:40]
+        if not _NEGATION.search(sentence) and not (_CONTRASTED.match(rest) or is_denied(rest)):
             marked.append((found[1] or found[2]).upper())
     if marked:
         return marked[-1]
@@ -618,7 +621,8 @@ def _only_letter(text: str, letters: list[str], texts: dict[str, Any]) -> str | 
         rf"choose)\s+)([{group}])(?![\w'’+#-])",
         text.strip(),
     )
-    if len(set(bare) - {"A", "I"}) == 1 and len(text.split()) <= 8 and not _NEGATION.search(text):
+    is_denial = _NEGATION.search(text) or denies(text)
+    if len(set(bare) - {"A", "I"}) == 1 and len(text.split()) <= 8 and not is_denial:
         return next(letter for letter in bare if letter not in "AI")
     if texts and lines:
         there = [letter for letter, choice in texts.items() if _mentions(lines[-1], str(choice))]
