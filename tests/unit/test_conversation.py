@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import contextlib
 import json
 import pickle
 from typing import Any
@@ -255,6 +256,9 @@ def test_an_empty_list_is_a_tools_value_except_where_lists_are_of_parts() -> Non
         json.dumps({"conversations": [{"from": "human", "value": "hi"}]}),
         {"role": ["user"], "content": ["hi"]},
         USER,
+        {"prompt": [USER]},
+        json.dumps({"prompt": [USER], "id": 3}),
+        json.dumps({"chat": [{"from": "human", "value": "hi"}]}),
     ],
 )
 def test_a_whole_conversation_is_found_in_one_value(value: Any) -> None:
@@ -269,6 +273,37 @@ def test_a_system_prompt_beside_the_messages_is_read() -> None:
         assert found is not None and found[0] == [system, USER]
     with pytest.raises(ConversationError, match="two system prompts"):
         conversation_in({"messages": [system, USER], "system": "be long"})
+
+
+@pytest.mark.parametrize("key", ["completion", "answer", "messages"])
+def test_answers_beside_the_messages_of_an_object_are_refused(key: str) -> None:
+    with pytest.raises(ConversationError, match=f"its keys are: prompt, {key}"):
+        conversation_in(json.dumps({"prompt": [USER], key: [USER]}))
+
+
+_THINKS = {"type": "thinking", "thinking": "hm"}
+_SAYS = {"type": "text", "text": "4"}
+_CALLS = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+_RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("role", "parts", "said"),
+    [
+        ("assistant", [_SAYS, _THINKS], "'thinking' behind one of the type 'text'"),
+        ("assistant", [_THINKS, _SAYS, _THINKS, _SAYS], "'thinking' behind"),
+        ("assistant", [_SAYS, {"text": "hm", "thought": True}], "'reasoning' behind"),
+        ("assistant", [_CALLS, _SAYS], "'text' behind one of the type 'tool_use'"),
+        ("user", [_SAYS, _RESULT], "'tool_result' behind one of the type 'text'"),
+        ("assistant", [{"type": "text", "text": "\n"}, _THINKS, _THINKS, _SAYS, _CALLS], ""),
+        ("user", [_RESULT, _RESULT, _SAYS], ""),
+    ],
+)
+def test_parts_that_a_template_would_reorder_are_refused(role: str, parts: Any, said: str) -> None:
+    message = {"role": role, "content": parts}
+    read_messages([message])
+    with pytest.raises(ConversationError, match=said) if said else contextlib.nullcontext():
+        read_messages([message], drops_nulls=True)
 
 
 def test_lists_of_different_lengths_are_refused_and_no_message_is_dropped() -> None:
@@ -290,6 +325,8 @@ def test_what_is_no_conversation_is_left_alone(value: Any) -> None:
         {"role": "user", "name": "Bob"},
         [{"role": "admin", "name": "Bob"}, {"role": "user", "name": "Al"}],
         [{"type": "function_call", "name": "f", "arguments": "{}"}],
+        {"prompt": "hi"},
+        {"prompt": [{"role": "admin", "content": "hi"}]},
     ],
 )
 def test_other_json_with_roles_and_places_of_departure_is_text(value: Any) -> None:
