@@ -179,8 +179,8 @@ def conversation_in(value: Any, where: str = "messages") -> tuple[list[Any], Any
     conversation; else None.
 
     A list of objects, an object with ``messages``, ``conversations`` or ``prompt`` (and ``tools``),
-    one message, a struct of lists (what columnar files make of a sequence of structs), or any of these
-    as JSON text.
+    one message, a struct of lists (what columnar files make of a sequence of structs), or any of
+    these as JSON text.
 
     Raises:
         ConversationError: the text looks like a conversation and is not valid JSON, or the object
@@ -586,12 +586,11 @@ class _MessageReader:
             kind = _place_of(part)
             if self._drops_nulls and kind and last and _PLACES.get(kind, 1) < _PLACES.get(last, 1):
                 raise ConversationError(
-                    f"a part of the type {kind!r} behind one of the type {last!r}, and chat templates "
-                    "write it before",
+                    f"a part of the type {kind!r} behind one of the type {last!r}",
                     f"{where}.content[{number}]",
-                    "a message has results of tools or reasoning, then text, then calls",
-                    "write what follows as a message of its own, or the reasoning between the model's "
-                    "marks within one text",
+                    "chat templates write results of tools or reasoning, then text, then calls",
+                    "write what follows as a message of its own, or the reasoning between the "
+                    "model's marks within one text",
                 )
             last = kind or last
         return found

@@ -83,8 +83,8 @@ class Encoded:
         sequences: one, or several if the template rewrites earlier turns.
         lost_reasoning: turns with reasoning in the data that the template does not write.
         without_reasoning: turns without reasoning although the generation prompt opens it.
-        unmatched: the end of the generation prompt, if a turn begins otherwise and is trained behind
-            what both have; "" if there is none.
+        unmatched: the end of the generation prompt, if a turn begins otherwise and is trained
+            behind what both have; "" if there is none.
         control_tokens: messages with special tokens in their text, which the tokenizer reads as
             such.
         unended: why the first turn without an end token has none; None if every turn ends with one.
