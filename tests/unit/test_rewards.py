@@ -152,6 +152,9 @@ def test_math(response: str, label: Any, reward: float) -> None:
         ("The answer is either 5 or 6.", ["5, 6"], ["5", "6"]),
         ("The answer is negative 5.", ["-5"], ["5"]),
         ("We need at least \\boxed{5} moves.", ["5"], []),
+        ("It is 5 and above.", [r"x \ge 5"], ["5"]),
+        ("The number 5 does not work.", [], ["5"]),
+        ("5 is wrong.", [], ["5"]),
         ("La respuesta es 5 porque 2 + 7 = 9.", ["5"], ["9"]),
         ("Die Antwort ist nicht 5.", [], ["5"]),
         ("答えは5です。", ["5"], []),
@@ -258,6 +261,43 @@ def test_dapo() -> None:
 )
 def test_gpqa(response: str, label: Any, metadata: dict[str, Any], reward: float) -> None:
     assert grade_gpqa(response, label, metadata) == reward
+
+
+@pytest.mark.parametrize(
+    ("label", "response", "right"),
+    [
+        ("$5", r"\boxed{500 \text{ cents}}", 1.0),
+        ("$5", r"\boxed{5 \text{ euros}}", 0.0),
+        ("1000", r"\boxed{1'000}", 1.0),
+        ("1000", r"\boxed{1_000}", 1.0),
+        ("5%", r"\boxed{5 \text{ percentage points}}", 1.0),
+        ("10:30 AM", "The train arrives at 10:30 AM.", 1.0),
+        ("10:30", "The train arrives at 10:30.", 1.0),
+        ("18", "She makes $<<9*2=18>>18 every day.", 1.0),
+    ],
+)
+def test_amounts_times_and_calculations(label: str, response: str, right: float) -> None:
+    assert grade_math(response, label) == right
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("The answer is D. Option B is too small.", 1.0),
+        ("Option D is correct. Option B describes dogs.", 1.0),
+        ("The answer is D.\n- Option A: too small\n- Option C: wrong", 1.0),
+        ("Answer D is the best. Answer C was close.", 1.0),
+        ("Option C is tempting.\nOption D", 1.0),
+        ("La respuesta es D. La alternativa B es pequeña.", 1.0),
+        ("The answer is not Venus but Mars.", 1.0),
+        ("The answer is Mars, not Venus.", 1.0),
+        ("The answer is not Mars.", 0.0),
+        ("The answer is Venus rather than Mars.", 0.0),
+    ],
+)
+def test_a_choice_that_is_discussed_is_not_chosen(response: str, reward: float) -> None:
+    choices = {"choices": ["Mercury", "Venus", "Earth", "Mars"]}
+    assert grade_gpqa(response, "D", choices) == reward
 
 
 _IN_OTHER_LANGUAGES = """Die richtige Antwort ist C, denn Option D ist falsch.

@@ -207,13 +207,13 @@ _LIMITS = (
         r"\ge",
         r"at (?:the )?least|(?:no|not) (?:less|fewer|smaller|lower) than|a minimum of|"
         r"(?:greater|more|larger|bigger|higher) than or equal to",
-        r"or (?:more|greater|larger|higher|above|over)",
+        r"(?:or|and) (?:more|greater|larger|higher|above|over)",
     ),
     (
         r"\le",
         r"at (?:the )?most|(?:no|not) (?:more|greater|larger|bigger|higher) than|a maximum of|"
         r"up to|(?:less|fewer|smaller|lower) than or equal to",
-        r"or (?:less|fewer|smaller|lower|below|under)",
+        r"(?:or|and) (?:less|fewer|smaller|lower|below|under)",
     ),
     (">", r"(?:more|greater|larger|bigger|higher) than|over|above|exceeding", "(?!)"),
     ("<", r"(?:less|fewer|smaller|lower) than|under|below", "(?!)"),
@@ -270,7 +270,9 @@ _CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])[.):]) +(.+)", re.S)
 _CURRENCY = re.compile(
     r"([-+]?)\s*(?:(?:US|USD|A|C)?\s*(\\\$|[$€£¥₹])|(USD|EUR|GBP|Rs\.?)(?=\s*\d))\s*(.+)", re.S
 )
-_PERCENT = re.compile(r"(.+?)\s*(?:\\?%|\bpercent(?:age)?s?\b|\bpct\b|\bper cent\b)", re.S | re.I)
+_PERCENT = re.compile(
+    r"(.+?)\s*(?:\\?%|\bpercent(?:age)?s?\b(?: points?\b)?|\bpct\b|\bper cent\b)", re.S | re.I
+)
 _BASE = re.compile(
     r"\(?\s*([0-9A-Fa-f]+(?:\.[0-9A-Fa-f]+)?)\s*\)?_\s*(?:\{?\s*\(?\s*(?:(\d{1,2})|"
     r"([a-z]+))\s*\)?\s*\}?)"

@@ -62,6 +62,7 @@ def grade_math(response: str, label: Any, boxed_only: bool = False) -> float:
         return float(_is_right(wanted, boxed))
     if boxed_only:
         return 0.0
+    text = _CALCULATION.sub("", text)
     return float(any(_is_right(wanted, answer) for answer in _stated(text, wanted)))
 
 
@@ -94,11 +95,13 @@ _UNSPACED = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _NUMBER = re.compile(
     rf"(?:(?<![\w.\\^_√/{{,])|(?<=[{_UNSPACED}]))"
     r"(?:[-+−](?=[\d.$€£])|(?<=\s)-)?(?:\\?[$€£])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-    r"(?:[eE][-+]?\d+)?(?: ?/ ?\d+)?(?: ?\\?%)?(?!\w*[_^√])"
+    r"(?:[eE][-+]?\d+)?(?: ?/ ?\d+|(?::\d+)+(?: ?[AaPp]\.?[Mm]\b)?)?(?: ?\\?%)?(?!\w*[_^√])"
 )
 #: A formula on lines of its own.
 _DISPLAYED = re.compile(r"\$\$.+?\$\$|\\\[.+?\\\]", re.S)
-_CLAUSE = re.compile(r"(?i)(?:=|≈|\bis\b|\bare\b|\bequals\b|\bgives?\b|\bget\b|\bhave\b|:)\s*")
+_CLAUSE = re.compile(
+    r"(?i)(?:=|≈|\bis\b|\bare\b|\bequals\b|\bgives?\b|\bget\b|\bhave\b|:(?!\d))\s*"
+)
 _THEREFORE = re.compile(r"(?i)\b(?:so|thus|hence|therefore|then|finally)\b,? *")
 #: "Total cost: "
 _HEAD = re.compile(r"^[A-Za-z]{3,}(?: [A-Za-z]{3,})*: +")
@@ -110,6 +113,12 @@ _DENIED = re.compile(
     r"\\neq?\b|\bbetween(?: [^ ]{1,20} and)?)(?: be| equal| equal to| exactly| is| just)*|"
     rf"{NOT} ?(?:{IS})?)[ *]*\Z"
 )
+_REFUTED = re.compile(
+    r"(?i)\W{0,3}(?:is (?:wrong|incorrect|impossible|not (?:the|right|correct|possible|valid)\b)|"
+    r"(?:does not|doesn['’]t|cannot|can['’]t) (?:work|be (?:right|correct|it|the answer))\b)"
+)
+#: Calculations that GSM8K's solutions repeat: <<2*3=6>>.
+_CALCULATION = re.compile(r"<<[^<>\n]*>>")
 #: A statement that says only what the answer is not.
 _DENIAL = re.compile(rf"(?i)(?:\w+ly )?(?:not\b(?!.* but )|{NOT})")
 
@@ -155,9 +164,11 @@ def _answers_in(statement: str, is_words: bool) -> Iterator[str]:
 
 
 def _not_denied(text: str, pattern: re.Pattern[str]) -> list[re.Match[str]]:
-    found = pattern.finditer(text)
     return [
-        one for one in found if not _DENIED.search(text[max(0, one.start() - 60) : one.start()])
+        found
+        for found in pattern.finditer(text)
+        if not _DENIED.search(text[max(0, found.start() - 60) : found.start()])
+        and not _REFUTED.match(text, found.end())
     ]
 
 
@@ -191,7 +202,7 @@ def _joined(text: str, formulas: list[re.Match[str]], from_end: bool = False) ->
 def _last_in(tail: str) -> Iterator[str]:
     formulas = _not_denied(tail, _FORMULA)
     after = tail[formulas[-1].end() :] if formulas else tail
-    if formulas and not _NUMBER.search(after):
+    if formulas and not _not_denied(after, _NUMBER):
         yield _joined(tail, formulas, from_end=True)
         return
     numbers = _not_denied(after, _NUMBER)
@@ -221,7 +232,7 @@ def _concluded(sentence: str) -> str:
 def _is_whole(statement: str) -> bool:
     """Tell whether all of a statement is one mathematical answer, without prose around it."""
     answer = read_answer(statement)
-    return answer is not None and not _has_words(answer)
+    return answer is not None and not _has_words(answer) and not _REFUTED.search(statement)
 
 
 def _has_words(answer: Any) -> bool:

@@ -107,6 +107,7 @@ def plain_latex(text: str) -> str:
     text = _DEGREE_LETTER.sub(r"^\\circ", text)
     text = re.sub(r"^\*\*|\*\*$|(?<=[.:,])\*\*", "", text.strip(" \t\n`")).strip(" \t\n`")
     text = re.sub(r"(?<=\d)\.{3,4}$", r"\\ldots", text)
+    text = re.sub(r"(?<=\d)['_](?=\d{3}(?!\d))", "", text)  # 1'000, 1_000
     text = re.sub(r"\{,\}", ",,", text)  # a comma that cannot separate: `\d,,\d` is taken out below
     text = re.sub(r"(?<=\d),,(?=\d)", "", text).replace(",,", ",")
     text = re.sub(r"\s+", " ", text).strip()
@@ -139,6 +140,8 @@ def _overlined(text: str) -> str:
 
 
 def _without_looks(text: str) -> str:
+    if text.count("$") == 1:
+        text = re.sub(r"(?<!\\)\$(?= ?[\d.])", r"\\$", text)  # an amount, not a formula
     text = text.replace(r"\$", "\x00").replace("\\\\", "\x01")
     text = re.sub(
         r"\\begin\{(?:equation|align|aligned|gathered|split)\*?\}|"

@@ -87,7 +87,7 @@ _WRONG = re.compile(
 
 def stated_choices(text: str, letters: str) -> list[tuple[int, str | None]]:
     """Return the position and the letter of each statement of a choice; None for a statement of
-    several letters.
+    several letters. Those that only name a choice ("Option B") have positions below 0.
 
     Args:
         letters: those that may be chosen, escaped for a regular expression's set.
@@ -98,7 +98,8 @@ def stated_choices(text: str, letters: str) -> list[tuple[int, str | None]]:
     """
     one = rf"(?P<letter>[{letters}])(?![A-Za-z0-9\u00c0-\u024f-]|['’][a-ce-su-zA-Z])"
     before = re.compile(
-        rf"(?i:{ANSWER_IS}|{_of('answer', 'choose', 'but')}|{_of('right')} {_of('is')}){_GAP}{one}"
+        rf"(?:(?P<said>(?i:{ANSWER_IS}|{_of('choose', 'but')}|{_of('right')} {_of('is')}))|"
+        rf"(?i:{_of('answer')})){_GAP}{one}"
     )
     behind = re.compile(
         rf"(?<![\w'’-]){one}[)\]*_`\"]{{0,4}}\s?(?i:{_of('is')}?\s*"
@@ -112,5 +113,7 @@ def stated_choices(text: str, letters: str) -> list[tuple[int, str | None]]:
         several = re.match(
             rf"[*_`\"'”)\]$]*\s*(?:,|/|&|{_of('and')})\s*[(\[*_`\"]*[{letters}]\b", rest
         )
-        found.append((match.start("letter"), None if several else match["letter"]))
+        is_said = "said" not in match.groupdict() or match["said"]
+        position = match.start("letter") - (0 if is_said else len(text))
+        found.append((position, None if several else match["letter"]))
     return sorted(found, key=lambda one: one[0])

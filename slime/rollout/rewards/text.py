@@ -496,7 +496,8 @@ def _stated_letters(
     text: str, letters: list[str], texts: dict[str, Any]
 ) -> Iterator[tuple[int, str | None]]:
     """Yield the position and letter of each statement of a choice; None for a statement of several
-    letters."""
+    letters. Those that only name a choice ("Option B is too small") have positions below 0, so that
+    any other one counts before them."""
     for position, start, end in boxed_spans(text):
         inner = text[start:end]
         letter = _letter_of(inner, letters, texts)
@@ -513,8 +514,9 @@ def _stated_letters(
             is_weak = found[0].lower().strip(" ,:") in _WEAK and not stated[2]
             is_negated = _NEGATION.search(text[found.start() : stated[0]])
             is_denied = _DENIED.search(text[: found.start()][-30:])
+            is_named = _NAMED.fullmatch(found[0]) or _DISCUSSED.match(text, stated[0])
             if not (is_weak or is_negated or is_denied):
-                yield stated[0], stated[1]
+                yield stated[0] - (len(text) if is_named else 0), stated[1]
         elif texts and (by_text := _text_after(text, found.end(), texts)):
             yield found.end(), by_text
     after = re.compile(
@@ -531,6 +533,9 @@ def _stated_letters(
     yield from stated_choices(text, group)
 
 
+#: Statements that only name a choice, and a choice that is discussed.
+_NAMED = re.compile(r"(?i)\W*(?:option|choice|statement|letter)s?\W*")
+_DISCUSSED = re.compile(r"\W*[A-Za-z]\W*\s(?:was|were|has|does|would|could|seems|looks)\b")
 _WEAK = frozenset({
     "therefore", "thus", "hence", "so", "it is", "it's", "that is", "which is", "one is", "matches"
 })  # fmt: skip
@@ -582,14 +587,20 @@ _AFTER_A = frozenset([
 ])  # fmt: skip
 
 
+#: What a choice is not: "not red but", ", not red".
+_CONTRAST = re.compile(
+    r"(?i)^\W*not .{1,80}?,? but (?:rather )?|,? (?:and not|not|rather than|instead of) .*$"
+)
+
+
 def _text_after(text: str, start: int, texts: dict[str, Any]) -> str | None:
     gap = re.compile(r"[\s:=*_`\"“$-]*(?:(?:the|is|be)\s+)?").match(text, start)
     assert gap
     for rest in (text[start:], text[gap.end() :]):
         line = re.split(r"\n|[.!?](?:\s|$)|\bbecause\b|\bsince\b", rest.strip(), maxsplit=1)[0]
-        letter = _choice_with_text(line.strip(_MARKS + " :"), texts)
-        if letter:
-            return letter
+        for words in (line, _CONTRAST.sub("", line)):
+            if letter := _choice_with_text(words.strip(_MARKS + " :"), texts):
+                return letter
     return None
 
 
