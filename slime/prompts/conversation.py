@@ -1113,7 +1113,7 @@ def unread_keys(messages: Messages, template: str | None, *, writes_names: bool 
     """Keys of normalised messages that neither this system nor the chat template reads.
 
     Args:
-        template: its source; a key that it names counts as read.
+        template: its source; a key that it names (``.key``, ``'key'``) counts as read.
         writes_names: whether the template writes the ``name`` of a message that is not a tool's.
     """
     found = {
@@ -1132,7 +1132,11 @@ def unread_keys(messages: Messages, template: str | None, *, writes_names: bool 
         found.add("name")
     others = {key for message in messages for key in message if key not in (*_KEYS, *LOSS_KEYS)}
     return found | {
-        key for key in others if not (template and re.search(rf"\b{re.escape(key)}\b", template))
+        key
+        for key in others
+        if not (
+            template and re.search(rf"\.{re.escape(key)}\b|['\"]{re.escape(key)}['\"]", template)
+        )
     }
 
 

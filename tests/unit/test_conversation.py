@@ -481,6 +481,22 @@ def test_keys_that_nothing_reads_are_found_by_name() -> None:
     assert UnreadKeys().warning("a", 1) == "" and "source (1 of 2 rows)" in unread.warning("a", 2)
 
 
+@pytest.mark.parametrize(
+    ("template", "unread"),
+    [
+        ("{% if tools %}{{ tools }}{% endif %}", {"tools"}),
+        ("{{ m.tools }}", set()),
+        ("{{ m['tools'] }}", set()),
+        ("{{ m.get('tools') }}", set()),
+        ("these tools exist", {"tools"}),
+    ],
+)
+def test_a_key_is_read_if_the_template_takes_it_from_a_message(
+    template: str, unread: set[str]
+) -> None:
+    assert unread_keys([USER | {"tools": [1]}], template) == unread
+
+
 def test_a_row_names_what_is_wrong_and_where() -> None:
     row = {"input": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}
     with pytest.raises(RowProblem) as caught:
