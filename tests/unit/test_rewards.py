@@ -273,10 +273,19 @@ def test_gpqa(response: str, label: Any, metadata: dict[str, Any], reward: float
         ("5%", r"\boxed{5 \text{ percentage points}}", 1.0),
         ("10:30 AM", "The train arrives at 10:30 AM.", 1.0),
         ("10:30", "The train arrives at 10:30.", 1.0),
+        ("5厘米", r"\boxed{5}", 1.0),
+        ("5 cm", r"\boxed{50毫米}", 1.0),
+        ("5", r"\boxed{5个}", 1.0),
+        ("5", r"\boxed{5以上}", 0.0),
+        ("5", r"\boxed{5 \checkmark}", 1.0),
+        ("3", r"\boxed{x \not= 3}", 0.0),
+        (r"x \ge 3", r"\boxed{x \nless 3}", 1.0),
+        (r"1 \le x < 2", r"\boxed{x \ge 1 \text{ and } x < 2}", 1.0),
+        (r"x < 1, x > 2", r"\boxed{(-\infty, 1) \cup (2, \infty)}", 1.0),
         ("18", "She makes $<<9*2=18>>18 every day.", 1.0),
     ],
 )
-def test_amounts_times_and_calculations(label: str, response: str, right: float) -> None:
+def test_amounts_units_and_signs(label: str, response: str, right: float) -> None:
     assert grade_math(response, label) == right
 
 

@@ -33,7 +33,7 @@ from slime.rollout.rewards.math_values import (
     replaced,
     symbols_of,
 )
-from slime.rollout.rewards.measures import Unit, read_unit
+from slime.rollout.rewards.measures import UNSPACED, Unit, read_unit
 
 #: Longer answers are compared as text.
 _MAX_ANSWER = 3000
@@ -338,7 +338,7 @@ _MEASURE = re.compile(
     r"\\sqrt(?:\[\d+\])? ?(?:\{[^{}]*\}|\d+)|"
     r"\\times|\\cdot|\*|/|\+|-|\^ ?(?:\{[-+ \d]*\}|-?\d+)|[()]|\\overline\{\d+\}| "
     r"(?=[\d\\(+*/-])(?!\\circ))++)"
-    r"(?P<gap> *)(?P<unit>(?:\^ ?\{? ?)?\\circ.*|[A-Za-zµμΩ\\$€£¥₹¢°].*)",
+    rf"(?P<gap> *)(?P<unit>(?:\^ ?\{{? ?)?\\circ.*|[A-Za-zµμΩ\\$€£¥₹¢°{UNSPACED}].*)",
     re.S,
 )
 
@@ -594,7 +594,30 @@ def _read_list(text: str, depth: int) -> Any:
     )
     if len(items) == 2 and isinstance(items[0], Quantity) and is_contrast:
         return items[0]  # "6, not 5"
+    if len(items) == 2 and not re.search(r"\bor\b", separators[0]):
+        return _between(*items) or Sequence_("", items, "")
     return Sequence_("", items, "")
+
+
+def _between(first: Any, second: Any) -> Relation | None:
+    """Read "x >= 1 and x <= 2" as 1 <= x <= 2; None for anything else."""
+    if not isinstance(first, Relation) or not isinstance(second, Relation):
+        return None
+    x = _bounds(first)
+    y = _bounds(second)
+    if x is None or y is None or x[0] != y[0] or (x[1][0] is None) == (y[1][0] is None):
+        return None
+    lower, upper = (x[1], y[1]) if x[1][0] is not None else (y[1], x[1])
+    if lower[2] is not None or upper[2] is None:
+        return None
+    try:
+        low, high = (as_float(number_of(end.node)).real for end in (lower[0], upper[2]))
+    except (NotMath, Undefined, TooBig):
+        return None
+    name = next(side for side in first.sides if not _is_constant(side))
+    signs = tuple(r"\le" if is_closed else "<" for is_closed in (lower[1], upper[3]))
+    text = f"{first.text}, {second.text}"
+    return Relation((lower[0], name, upper[2]), signs, text) if low < high else None
 
 
 def _measured_thousands(text: str) -> str | None:

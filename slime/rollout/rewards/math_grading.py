@@ -22,6 +22,7 @@ from slime.rollout.rewards.math_answers import (
     read_answer,
     same_answer,
 )
+from slime.rollout.rewards.measures import UNSPACED
 from slime.rollout.rewards.other_languages import ANSWER_IS, IS, NOT, denies
 from slime.rollout.rewards.text import (
     after_thinking,
@@ -90,10 +91,8 @@ _FORMULA = re.compile(
     r"\\\[(.+?)\\\]",
     re.S,
 )
-#: Scripts that put no blank between words and numbers: Chinese, Japanese, Korean.
-_UNSPACED = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _NUMBER = re.compile(
-    rf"(?:(?<![\w.\\^_√/{{,])|(?<=[{_UNSPACED}]))"
+    rf"(?:(?<![\w.\\^_√/{{,])|(?<=[{UNSPACED}]))"
     r"(?:[-+−](?=[\d.$€£])|(?<=\s)-)?(?:\\?[$€£])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
     r"(?:[eE][-+]?\d+)?(?: ?/ ?\d+|(?::\d+)+(?: ?[AaPp]\.?[Mm]\b)?)?(?: ?\\?%)?(?!\w*[_^√])"
 )
