@@ -627,6 +627,9 @@ def _only_letter(text: str, letters: list[str], texts: dict[str, Any]) -> str | 
         return marked[-1]
     if re.search(rf"\b[{group}]\W+(?:and|or|&|,)?\W*[{group}]\b", text):
         return None
+    last = re.search(rf"[,:=>→⇒]\s*([{group}])[.!]?\s*$", text[-20:])
+    if last and not re.search(r"(?i)n['’]t\b|\b(?:not|never|neither|nor|except|but)\b", text[-80:]):
+        return str(last[1])
     bare = re.findall(
         rf"(?:^|\b(?:is|be|say|think|guess|option|choice|with|pick|"
         rf"choose)\s+)([{group}])(?![\w'’+#-])",
