@@ -158,6 +158,7 @@ def test_math(response: str, label: Any, reward: float) -> None:
         ("La respuesta es 5 porque 2 + 7 = 9.", ["5"], ["9"]),
         ("Die Antwort ist nicht 5.", [], ["5"]),
         ("答えは5です。", ["5"], []),
+        ("解答：2+3=5，所以总数是 7。", ["7"], ["2", "5"]),
     ],
 )
 def test_bounds_and_denials_are_not_their_numbers(
@@ -299,6 +300,8 @@ def test_amounts_units_and_signs(label: str, response: str, right: float) -> Non
         ("Option C is tempting.\nOption D", 1.0),
         ("La respuesta es D. La alternativa B es pequeña.", 1.0),
         ("By elimination, D.", 1.0),
+        ("The answer is D. A correct approach uses energy.", 1.0),
+        ("The answer is D. No other option fits.", 1.0),
         ("C? No, D.", 1.0),
         ("All of them: A, B, C, D", 0.0),
         ("The answer is not Venus but Mars.", 1.0),

@@ -12,10 +12,11 @@ import unicodedata
 #: German, French, Spanish, Portuguese, Italian, Dutch, Swedish, Danish, Norwegian, Polish, Czech,
 #: Romanian, Russian, Ukrainian, Greek, Turkish, Indonesian, Vietnamese, Arabic, Hindi.
 _WORDS = {
-    "answer": "antwort|lösung|auswahl|réponse|choix|respuesta|opción|solución|alternativa|resposta|"
-    "opção|solução|risposta|opzione|soluzione|antwoord|keuze|svar|svaret|alternativet|odpowiedź|odpowiedzią|odpověď|"
+    "answer": "antwort|auswahl|réponse|choix|respuesta|opción|alternativa|resposta|"
+    "opção|risposta|opzione|antwoord|keuze|svar|svaret|alternativet|odpowiedź|odpowiedzią|odpověď|"
     "răspunsul|răspuns|ответ|ответом|вариант|відповідь|варіант|απάντηση|επιλογή|cevap|cevabı|yanıt|"
     "seçenek|jawaban|jawabannya|pilihan|đáp án|câu trả lời|الإجابة|الجواب|उत्तर|जवाब|विकल्प",
+    "solution": "lösung|solución|solução|soluzione|решение|rozwiązanie",
     "is": "ist|lautet|wäre|est|serait|es|sería|é|seria|è|sarebbe|is|är|er|to|to jest|jest|je|este|"
     "является|это|є|це|είναι|adalah|ialah|yaitu|là|هي|هو",
     "choose": "wähle|choisis|choisir|elijo|escojo|escolho|scelgo|kies|väljer|vælger|velger|"
@@ -37,7 +38,8 @@ _WORDS = {
 }
 #: Chinese, Japanese, Korean, Thai.
 _GLUED = {
-    "answer": "答案|选项|選項|答え|正解|正答|解答|回答|選択肢|정답|답|คำตอบ|ตัวเลือก",
+    "answer": "答案|选项|選項|答え|正解|正答|選択肢|정답|답|คำตอบ|ตัวเลือก",
+    "solution": "解答|回答|해답",
     "is": "应该是|應該是|应为|應為|是|为|為|选|選|は|が|은|는|이|คือ",
     "choose": "选择|選擇|选|選",
     "not": "不是|不|非|并非|ではな|ではあ|じゃな|でな|가 아니|이 아니|아니|가 아닙|이 아닙|아닙|ไม่",
@@ -59,6 +61,7 @@ def _of(*kinds: str) -> str:
 _STOP = r"[^.。!?！？\n:：]"
 #: "Die richtige Antwort ist", "答えは": what stands before an answer.
 ANSWER_IS = rf"(?:{_of('answer')}{_STOP}{{0,40}}?(?:{_of('is')}|[:：=—–]))"
+_CHOICE_IS = ANSWER_IS.replace(_of("answer"), _of("answer", "solution"), 1)
 IS = _of("is")
 NOT = _of("not")
 _DENIED = re.compile(rf"(?i){_of('not', 'wrong')}")
@@ -80,7 +83,7 @@ def is_denied(rest: str) -> bool:
 
 
 _WRONG = re.compile(
-    rf"(?i)[\s)\]*_`'’}}.]*{_of('is')}?\s*(?:{_of('not')}|{_of('wrong')})|"
+    rf"(?i)[\s)\]*_`'’}}]*{_of('is')}?\s*(?:{_of('not')}|{_of('wrong')})|"
     rf"[\s)\]*_`}}]*{_of('wrong')}"
 )
 
@@ -98,12 +101,12 @@ def stated_choices(text: str, letters: str) -> list[tuple[int, str | None]]:
     """
     one = rf"(?P<letter>[{letters}])(?![A-Za-z0-9\u00c0-\u024f-]|['’][a-ce-su-zA-Z])"
     before = re.compile(
-        rf"(?:(?P<said>(?i:{ANSWER_IS}|{_of('choose', 'but')}|{_of('right')} {_of('is')}))|"
+        rf"(?:(?P<said>(?i:{_CHOICE_IS}|{_of('choose', 'but')}|{_of('right')} {_of('is')}))|"
         rf"(?i:{_of('answer')})){_GAP}{one}"
     )
     behind = re.compile(
-        rf"(?<![\w'’-]){one}[)\]*_`\"]{{0,4}}\s?(?i:{_of('is')}?\s*"
-        rf"(?:{_of('the')} |l['’])?{_of('right')})"
+        rf"(?<![\w'’-]){one}[)\]*_`\"]{{0,4}}\s?"
+        rf"(?i:(?:{_of('is')}|[—–])\s*(?:{_of('the')} |l['’])?{_of('right')}|{_GLUED['right']})"
     )
     found: list[tuple[int, str | None]] = []
     for match in (*before.finditer(text), *behind.finditer(text)):
