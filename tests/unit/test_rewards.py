@@ -152,6 +152,8 @@ def test_math(response: str, label: Any, reward: float) -> None:
         ("The answer is either 5 or 6.", ["5, 6"], ["5", "6"]),
         ("The answer is negative 5.", ["-5"], ["5"]),
         ("We need at least \\boxed{5} moves.", ["5"], []),
+        ("It is 16.66...%, which rounds up to 17%.", ["17%"], []),
+        ("It holds up to 17 people.", [r"\le 17"], ["17"]),
         ("It is 5 and above.", [r"x \ge 5"], ["5"]),
         ("The number 5 does not work.", [], ["5"]),
         ("5 is wrong.", [], ["5"]),

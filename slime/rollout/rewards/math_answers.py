@@ -212,10 +212,11 @@ _LIMITS = (
     (
         r"\le",
         r"at (?:the )?most|(?:no|not) (?:more|greater|larger|bigger|higher) than|a maximum of|"
-        r"up to|(?:less|fewer|smaller|lower) than or equal to",
+        r"(?<!round )(?<!rounds )(?<!rounded )(?<!add )(?<!adds )(?<!sums )(?<!comes )up to|"
+        r"(?:less|fewer|smaller|lower) than or equal to",
         r"(?:or|and) (?:less|fewer|smaller|lower|below|under)",
     ),
-    (">", r"(?:more|greater|larger|bigger|higher) than|over|above|exceeding", "(?!)"),
+    (">", r"(?:more|greater|larger|bigger|higher) than|(?<![\d)}] )over|above|exceeding", "(?!)"),
     ("<", r"(?:less|fewer|smaller|lower) than|under|below", "(?!)"),
     (r"\ne", r"not(?: equal to)?|anything (?:but|except)|other than", "(?!)"),
 )
