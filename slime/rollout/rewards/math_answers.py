@@ -315,6 +315,12 @@ _NUMBER_WORDS = {word: number for number, word in enumerate([
 _TENS = {word: 10 * number for number, word in enumerate([
     "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety",
 ], 2)}  # fmt: skip
+_SPELLED = "|".join([*_NUMBER_WORDS, *_TENS, "hundred", "thousand", "million", "billion"])
+#: A number in words within prose; "one" alone is rarely a number.
+SPELLED_NUMBER = re.compile(
+    rf"(?i)\b(?!(?:one|zero)\b(?![ -](?:hundred|thousand|million)))"
+    rf"(?:{_SPELLED})(?:(?:[ -]|,? and )(?:{_SPELLED}))*\b"
+)
 _PARTS = {
     "half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7,
     "eighth": 8, "ninth": 9, "tenth": 10,
@@ -574,6 +580,8 @@ def _read_union(text: str, depth: int) -> Any:
 def _read_list(text: str, depth: int) -> Any:
     if _THOUSANDS.fullmatch(text) or (text.startswith("]") and enclosed(text)):
         return None
+    if _HUNDRED_AND.search(text) and _number_in_words(text.lower()) is not None:
+        return None
     parts, separators = split_top(text, _COMMAS)
     parts = [part for part in (part.strip() for part in parts) if part]
     if not separators or len(parts) < 2:
@@ -757,6 +765,7 @@ _GLUED = re.compile(
     r"?(?:\{-?\d+\}|\d+))?)"
     r"( *)((?:[A-Za-zΩµ\\]|\^ ?\{? ?\\circ).*)"
 )
+_HUNDRED_AND = re.compile(r"(?i)[a-z] (?:hundred|thousand|million|billion) and [a-z]")
 _NUMBER_IN_WORDS = re.compile(r"[A-Za-z]{3,10}(?:[ -][A-Za-z]{3,10}){0,6}")
 
 

@@ -17,13 +17,14 @@ from slime.rollout.rewards.grading_worker import serve
 from slime.rollout.rewards.math_answers import (
     LIMIT_BEFORE,
     LIMIT_BEHIND,
+    SPELLED_NUMBER,
     Opaque,
     Words,
     read_answer,
     same_answer,
 )
 from slime.rollout.rewards.measures import UNSPACED
-from slime.rollout.rewards.other_languages import ANSWER_IS, IS, NOT, denies
+from slime.rollout.rewards.other_languages import ANSWER_IS, BOUND, BOUND_BEHIND, IS, NOT, denies
 from slime.rollout.rewards.text import (
     after_thinking,
     answer_in_label,
@@ -110,11 +111,12 @@ _REASON = re.compile(r"(?i)\s*(?:,|;|\bbecause\b|\bsince\b|\bas\b|\bnot\b|\()")
 _DENIED = re.compile(
     r"(?i)(?:(?:\bnot|n['’]t|\bcannot|\bnever|\bneither|\bnor|\brather than|\binstead of|≠|"
     r"\\neq?\b|\bbetween(?: [^ ]{1,20} and)?)(?: be| equal| equal to| exactly| is| just)*|"
-    rf"{NOT} ?(?:{IS})?)[ *]*\Z"
+    rf"{BOUND}|{NOT} ?(?:{IS})?)[ *]*\Z"
 )
 _REFUTED = re.compile(
     r"(?i)\W{0,3}(?:is (?:wrong|incorrect|impossible|not (?:the|right|correct|possible|valid)\b)|"
-    r"(?:does not|doesn['’]t|cannot|can['’]t) (?:work|be (?:right|correct|it|the answer))\b)"
+    r"(?:does not|doesn['’]t|cannot|can['’]t) (?:work|be (?:right|correct|it|the answer))\b)|"
+    rf"[^\W\d]?(?:{BOUND_BEHIND})"
 )
 #: Calculations that GSM8K's solutions repeat: <<2*3=6>>.
 _CALCULATION = re.compile(r"<<[^<>\n]*>>")
@@ -217,6 +219,9 @@ def _last_in(tail: str) -> Iterator[str]:
             if re.search(r"\d", clause) and not is_prose and _is_whole(clause):
                 yield clause
                 return
+    words = SPELLED_NUMBER.findall(sentences[-1]) if sentences and not numbers else ()
+    if words:
+        yield words[-1]
     if numbers:
         yield _limited(after, numbers[-1].start(), numbers[-1].end())
 

@@ -33,6 +33,10 @@ _WORDS = {
     "गलत",
     "but": "sondern|sino|bensì|maar|utan|lecz|nýbrž|ci|а|αλλά|melainkan|mà là|بل|बल्कि",
     "the": "die|der|das|la|le|el|o|a|il|de|het|den|det|η|το",
+    "bound": "mindestens|höchstens|mehr als|weniger als|au moins|au plus|plus de|moins de|al menos|"
+    "como máximo|más de|menos de|pelo menos|no máximo|mais de|almeno|al massimo|più di|meno di|"
+    "minstens|hoogstens|meer dan|minder dan|co najmniej|co najwyżej|не менее|не более|больше|"
+    "меньше|как минимум|en az|en fazla|ít nhất|nhiều nhất|على الأقل|कम से कम",
     "and": "und|oder|et|ou|y|o|e|u|ed|en|of|och|eller|og|i|lub|a|nebo|și|sau|и|или|і|або|και|ή|ve|"
     "veya|dan|atau|và|hoặc|و|أو|और|या",
 }
@@ -47,6 +51,7 @@ _GLUED = {
     "wrong": "错|錯|不正确|不正確|は間違|が間違|は誤|が誤|는 틀|은 틀|가 틀|은 오답|ผิด",
     "but": "而是|なく",
     "the": "(?!)",
+    "bound": "至少|至多|不少于|不超过|超过|多于|少于|小于|大于|少なくとも|적어도|최소|최대",
     "and": "和|或者?|与|與|と|か|または|や|와|과|및|또는|이나|나|และ|หรือ",
 }
 
@@ -64,6 +69,8 @@ ANSWER_IS = rf"(?:{_of('answer')}{_STOP}{{0,40}}?(?:{_of('is')}|[:：=—–]))"
 _CHOICE_IS = ANSWER_IS.replace(_of("answer"), _of("answer", "solution"), 1)
 IS = _of("is")
 NOT = _of("not")
+BOUND = _of("bound")
+BOUND_BEHIND = "以上|以下|以内|未満|未满|이상|이하|미만"
 _DENIED = re.compile(rf"(?i){_of('not', 'wrong')}")
 #: What may stand before a letter.
 _GAP = (
