@@ -290,6 +290,12 @@ def test_gpqa(response: str, label: Any, metadata: dict[str, Any], reward: float
         (r"x \ge 3", r"\boxed{x \nless 3}", 1.0),
         (r"1 \le x < 2", r"\boxed{x \ge 1 \text{ and } x < 2}", 1.0),
         (r"x < 1, x > 2", r"\boxed{(-\infty, 1) \cup (2, \infty)}", 1.0),
+        ("1/2 or 0.5", r"\boxed{0.5}", 1.0),
+        ("2 or -2", r"\boxed{2}", 0.0),
+        ("5\\\\", r"\boxed{5}", 1.0),
+        (r"\{(1,2)\}", r"\boxed{(1,2)}", 1.0),
+        (r"\{(1,2)\}", r"\boxed{(2,1)}", 0.0),
+        (r"\{1,2\}", r"\boxed{(1,2)}", 0.0),
         ("18", "She makes $<<9*2=18>>18 every day.", 1.0),
     ],
 )

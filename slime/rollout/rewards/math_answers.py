@@ -605,6 +605,8 @@ def _read_list(text: str, depth: int) -> Any:
         return items[0]  # "6, not 5"
     if len(items) == 2 and not re.search(r"\bor\b", separators[0]):
         return _between(*items) or Sequence_("", items, "")
+    if len(items) == 2 and all(map(_is_constant, items)) and _same(*items):
+        return items[0]  # "1/2 or 0.5"
     return Sequence_("", items, "")
 
 
@@ -1283,6 +1285,9 @@ def _same_sequence(g: Any, a: Any) -> bool | None:
     a_plain = _is_unordered(a)
     if g_plain and a_plain:
         return _same_lists(g, a)
+    for one, other in ((g, a), (a, g)):
+        if one.opening == r"\{" and len(one.items) == 1 and not _is_unordered(other):
+            return _same(one.items[0], other)  # the set of one point
     if len(g.items) != len(a.items):
         return False
     if g_plain or a_plain:

@@ -117,7 +117,7 @@ def plain_latex(text: str) -> str:
     text = re.sub(r"(?<=\d),,(?=\d)", "", text).replace(",,", ",")
     text = re.sub(r"\s+", " ", text).strip()
     text = re.sub(r" *([_^]) *", r"\1", text)
-    text = text.rstrip(".,;:? ")
+    text = text.rstrip(".,;:? ").removesuffix("\\\\").removesuffix("\\").rstrip()
     return re.sub(r"(?<=[A-Za-z]{2})!+$", "", text).rstrip(".,;: ")
 
 
