@@ -91,6 +91,7 @@ _PART_KEYS = frozenset(
         *("type", "text", "refusal", "thinking", "reasoning", "reasoning_text", "thought"),
         *("id", "call_id", "tool_use_id", "name", "content", "output", "status", "role"),
         *("arguments", "parameters", "input", "args", "signature", "cache_control"),
+        *("functionCall", "function_call", "functionResponse", "function_response"),
         *("image", "image_url", "source", "url", "path", "base64", "bytes", "data", "detail"),
     }
 )
@@ -560,6 +561,8 @@ class _MessageReader:
         found = _Content()
         if content is None:
             return found
+        if isinstance(content, list | tuple):
+            content = [_of_gemini(part) for part in content]
         if isinstance(content, str):
             found.add(self._text(content))
             return found
@@ -649,7 +652,7 @@ class _MessageReader:
             output = _list_of_parts(given.get("content"))
             inner = self.content(output, where, role="tool", join="\n")
             result = {"role": "tool", "content": inner.text} | _pick(
-                given, tool_use_id="tool_call_id"
+                given, tool_use_id="tool_call_id", name="name"
             )
             found.results.append(result)
         elif isinstance(kind, str) and _is_media(kind):
@@ -745,6 +748,20 @@ class _MessageReader:
 
 #: Parts of a message in the order in which a template writes them; all others are text.
 _PLACES = dict.fromkeys((*_REASONING_PARTS, "tool_result"), 0) | {"tool_use": 2}
+
+
+def _of_gemini(part: Any) -> Any:
+    """Return a call or a result of a tool in Gemini's form as a block of Anthropic; other parts as
+    they are."""
+    given = part if isinstance(part, Mapping) else {}
+    call = given.get("functionCall") or given.get("function_call")
+    if isinstance(call, Mapping):
+        return {"type": "tool_use", **call}
+    result = given.get("functionResponse") or given.get("function_response")
+    if isinstance(result, Mapping):
+        known = _pick(result, id="tool_use_id", name="name", response="content")
+        return {"type": "tool_result", **known}
+    return part
 
 
 def _place_of(part: Any) -> str:

@@ -59,6 +59,20 @@ def test_words_of_a_part_under_another_key_are_refused_and_not_dropped(key: str)
     assert said([{"type": "text", "text": None, "image": None}]) == ""
 
 
+def test_calls_and_results_of_gemini_are_those_of_tools() -> None:
+    wire = [
+        {"role": "model", "parts": [{"functionCall": {"name": "f", "args": {"x": 1}}}]},
+        {"role": "function", "parts": [{"functionResponse": {"name": "f", "response": {"y": 2}}}]},
+        {"role": "user", "parts": [{"function_response": {"name": "f", "response": "3"}}]},
+    ]
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    assert read_messages(wire, drops_nulls=True) == [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": '{"y": 2}', "name": "f"},
+        {"role": "tool", "content": "3", "name": "f"},
+    ]
+
+
 def test_thoughts_of_gemini_are_reasoning() -> None:
     parts = [{"text": "hm", "thought": True}, {"text": "4", "thought": None}]
     assert read_messages([{"role": "model", "parts": parts}]) == [
