@@ -230,7 +230,8 @@ _LIMIT = re.compile(
 )
 #: Text that ends with words or a sign before a number, and text that begins with words behind it.
 LIMIT_BEFORE = re.compile(
-    rf"(?i)(?:\b(?:{_BEFORE}|negative|(?<![\d)$] )minus) +|(?:[<>≤≥≠]|\\(?:[lg]eq?|neq?)\b) *)\Z"
+    rf"(?i)(?:\b(?:{_BEFORE}|negative|(?<![\d)$] )minus) +|"
+    r"(?:[≤≥≠]|(?<!\S)[<>]|\\(?:[lg]eq?|neq?)\b) *)\Z"
 )
 LIMIT_BEHIND = re.compile(rf"(?i) +(?:{_BEHIND})\b")
 _MINUS = re.compile(r"(?i)\A(?:minus|negative) +(?=[\d.\\$])")

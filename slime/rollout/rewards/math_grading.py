@@ -64,7 +64,7 @@ def grade_math(response: str, label: Any, boxed_only: bool = False) -> float:
         return float(_is_right(wanted, boxed))
     if boxed_only:
         return 0.0
-    text = _CALCULATION.sub("", text)
+    text = _ARROW.sub("→", _CALCULATION.sub("", text))
     return float(any(_is_right(wanted, answer) for answer in _stated(text, wanted)))
 
 
@@ -83,7 +83,7 @@ def _answer_of(label: str) -> str:
 # -- answers in prose ------------------------------------------------------------------------------
 
 _ANCHOR = re.compile(
-    r"(?i)(?:\banswer\b[^.\n:=]{0,60}?(?:\bis\b|\bare\b|\bequals\b|:|=)|####|"
+    r"(?i)(?:\banswer\b[^.\n:=]{0,60}?(?:\bis\b|\bare\b|\bequals\b|:|=|→)|####|"
     rf"{ANSWER_IS})(?:\*\*)?\s*[:：]?\s*"
 )
 _SENTENCE_END = re.compile(r"\n|[。！？]|[.!?](?=\s+[A-Z]|\s*$|\*\*)")
@@ -100,7 +100,7 @@ _NUMBER = re.compile(
 #: A formula on lines of its own.
 _DISPLAYED = re.compile(r"\$\$.+?\$\$|\\\[.+?\\\]", re.S)
 _CLAUSE = re.compile(
-    r"(?i)(?:=|≈|\bis\b|\bare\b|\bequals\b|\bgives?\b|\bget\b|\bhave\b|:(?!\d))\s*"
+    r"(?i)(?:→|⇒|=|≈|\bis\b|\bare\b|\bequals\b|\bgives?\b|\bget\b|\bhave\b|:(?!\d))\s*"
 )
 _THEREFORE = re.compile(r"(?i)\b(?:so|thus|hence|therefore|then|finally)\b,? *")
 #: "Total cost: "
@@ -120,6 +120,7 @@ _REFUTED = re.compile(
 )
 #: Calculations that GSM8K's solutions repeat: <<2*3=6>>.
 _CALCULATION = re.compile(r"<<[^<>\n]*>>")
+_ARROW = re.compile(r"(?<=\s)[-=]{1,2}>")
 #: A statement that says only what the answer is not.
 _DENIAL = re.compile(rf"(?i)(?:\w+ly )?(?:not\b(?!.* but )|{NOT})")
 

@@ -104,7 +104,7 @@ def stated_choices(text: str, letters: str) -> list[tuple[int, str | None]]:
 
     Example:
         >>> stated_choices("Die Antwort ist nicht A. Richtig ist (B), also: 答えはCです", "A-D")
-        [(48, 'C')]
+        [(38, 'B'), (51, 'C')]
     """
     one = rf"(?P<letter>[{letters}])(?![A-Za-z0-9\u00c0-\u024f-]|['’][a-ce-su-zA-Z])"
     before = re.compile(
