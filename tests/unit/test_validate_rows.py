@@ -216,6 +216,15 @@ def test_a_part_of_the_prompt_that_nothing_reads_is_told(tmp_path: Path, loss: s
     assert "1 of 3 rows have a part of the prompt in the column 'system'" in line
 
 
+def test_answers_that_begin_otherwise_than_the_generation_prompt_are_told(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [chat("1+2=", "3"), chat("2+2=", "Sum: 4")])
+    sums = make_tokenizer(CHATML.replace("assistant\\n' }}", "assistant\\nSum: ' }}"))
+    flags = {"input_key": "messages", "label_key": None, "loss_type": "sft_loss"}
+    (line,) = report_of(path, sums, **flags).warnings
+    assert "1 of 2 rows have answers that begin otherwise than the generation prompt" in line
+    assert "'Sum: '" in line
+
+
 @pytest.mark.parametrize(
     ("name", "value", "num_lines"),
     [
