@@ -13,6 +13,7 @@ import torch
 
 from slime.errors import UserError
 from slime.models import family_of
+from slime.models.context import context_length
 from slime.models.mixers import mixers_of
 from slime.models.nested import decoder_config
 from slime.models.quantised import is_mxfp4
@@ -114,6 +115,7 @@ class Architecture:
         rope: the model's rotary embedding; `Decoder` has those of all layers.
         experts: mixture of experts; None: dense layers only.
         dtype: of the weights in the checkpoint.
+        context_length: most tokens of prompt and response.
     """
 
     family: ModelFamily
@@ -124,6 +126,7 @@ class Architecture:
     rope: Rope
     dtype: str
     eos_token_ids: tuple[int, ...]
+    context_length: int
     experts: ExpertLayers | None = None
 
     @property
@@ -181,6 +184,9 @@ class Architecture:
             dtype=named_dtype(config) or ("bfloat16" if is_mxfp4(config) else "float32"),
             eos_token_ids=_token_ids(config.get("eos_token_id"), generation_eos)
             or _token_ids(decoder_config(config).get("eos_token_id")),
+            context_length=spec.longest_sequence
+            or context_length(config)
+            or spec.max_position_embeddings,
             experts=ExpertLayers.of(spec) if spec.num_experts else None,
         )
 

@@ -60,7 +60,7 @@ class Engine:
                 "--use-rollout-routing-replay)",
                 fix="leave the flag out",
             )
-        longest = self.arch.spec.max_position_embeddings
+        longest = self.arch.context_length
         self.max_length = min(options.max_context_len or longest, longest)
         self.store = load_store(options, self.arch, self.device, self.max_length)
         self.adapters = load_adapters(options, self.store)

@@ -59,6 +59,19 @@ _CALLING_ROLES = ("function_call", "tool_call")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 #: Keys that tell whether an assistant turn is trained; 0 and false: it is not.
 LOSS_KEYS = ("step_loss_mask", "weight", "loss", "loss_mask", "train", "trainable")
+#: Keys under which an object has its messages; those behind the third are words as often.
+_TALKS = (
+    "messages",
+    "conversations",
+    "conversation",
+    "prompt",
+    "chat",
+    "dialog",
+    "dialogue",
+    "turns",
+)
+#: Keys under which it has answers beside them.
+_ANSWERS = ("completion", "response", "answer", "chosen", "rejected")
 #: Keys of a normalised message.
 _KEYS = (
     "role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "step_loss_mask"
@@ -78,6 +91,7 @@ _PART_KEYS = frozenset(
         *("type", "text", "refusal", "thinking", "reasoning", "reasoning_text", "thought"),
         *("id", "call_id", "tool_use_id", "name", "content", "output", "status", "role"),
         *("arguments", "parameters", "input", "args", "signature", "cache_control"),
+        *("functionCall", "function_call", "functionResponse", "function_response"),
         *("image", "image_url", "source", "url", "path", "base64", "bytes", "data", "detail"),
     }
 )
@@ -165,18 +179,20 @@ def conversation_in(value: Any, where: str = "messages") -> tuple[list[Any], Any
     """Return the messages, still in their wire form, and the tools of a value that is a
     conversation; else None.
 
-    A list of objects, an object with ``messages`` or ``conversations`` (and ``tools``), one
-    message, a struct of lists (what columnar files make of a sequence of structs), or any of these
-    as JSON text.
+    A list of objects, an object with ``messages``, ``conversations`` or ``prompt`` (and ``tools``),
+    one message, a struct of lists (what columnar files make of a sequence of structs), or any of
+    these as JSON text.
 
     Raises:
-        ConversationError: the text looks like a conversation and is not valid JSON.
+        ConversationError: the text looks like a conversation and is not valid JSON, or the object
+            has answers beside its messages.
     """
     if isinstance(value, str):
         value = _from_text(value, where)
     if isinstance(value, Mapping):
-        for key in ("messages", "conversations", "conversation"):
-            if value.get(key) is not None:
+        for key in _TALKS:
+            if value.get(key) is not None and (key in _TALKS[:3] or _are_spoken(value[key])):
+                _check_only_talk(value, key, where)
                 inner = conversation_in(value[key], where)
                 if inner is None:
                     return None
@@ -189,6 +205,33 @@ def conversation_in(value: Any, where: str = "messages") -> tuple[list[Any], Any
     if is_list and all(isinstance(item, Mapping) for item in value):
         return list(value), None
     return None
+
+
+def _are_spoken(value: Any) -> bool:
+    """Tell whether a value is a list of messages with their speakers."""
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(isinstance(one, Mapping) and _speaks(one) for one in value)
+    )
+
+
+def _check_only_talk(value: Mapping[str, Any], key: str, where: str) -> None:
+    """Check that an object has one conversation.
+
+    Raises:
+        ConversationError: there are answers under another key, which would be left out.
+    """
+    others = [name for name in _ANSWERS if value.get(name)]
+    others += [name for name in _TALKS if name != key and _are_spoken(value.get(name))]
+    if others:
+        raise ConversationError(
+            "an object with messages and answers under several keys",
+            where,
+            f"its keys are: {', '.join(map(str, value))}",
+            f"write {', '.join(map(repr, others))} into columns of their own, or at the end of "
+            f"'{key}'",
+        )
 
 
 def _with_system(messages: list[Any], system: Any, where: str) -> list[Any]:
@@ -320,8 +363,9 @@ def read_messages(
         tools: as `read_tools` returns them: their schemas say where null is a value.
         drops_nulls: keys of calls' arguments (given as objects, not as JSON text) that are null are
             absent, unless the tool's schema allows null there. Columnar files fill each record up
-            to the union of all keys. For rows of data, where words under the key of another system
-            and a key twice in a call's arguments are refused too.
+            to the union of all keys. For rows of data, where words under the key of another system,
+            a key twice in a call's arguments, and parts of content in an order that templates do
+            not keep are refused too.
         images: collects images; None: they are refused.
     Raises:
         ConversationError: a message cannot be understood, or has images or other media; names the
@@ -517,6 +561,8 @@ class _MessageReader:
         found = _Content()
         if content is None:
             return found
+        if isinstance(content, list | tuple):
+            content = [_of_gemini(part) for part in content]
         if isinstance(content, str):
             found.add(self._text(content))
             return found
@@ -537,8 +583,19 @@ class _MessageReader:
                 f"found {_named(content)}",
                 "write it as a string, or a list of parts such as {'type': 'text', 'text': …}",
             )
+        last = ""
         for number, part in enumerate(parts):
             self._part(part, f"{where}.content[{number}]", found, join)
+            kind = _place_of(part)
+            if self._drops_nulls and kind and last and _PLACES.get(kind, 1) < _PLACES.get(last, 1):
+                raise ConversationError(
+                    f"a part of the type {kind!r} behind one of the type {last!r}",
+                    f"{where}.content[{number}]",
+                    "chat templates write results of tools or reasoning, then text, then calls",
+                    "write what follows as a message of its own, or the reasoning between the "
+                    "model's marks within one text",
+                )
+            last = kind or last
         return found
 
     def _part(self, part: Any, where: str, found: _Content, join: str) -> None:
@@ -595,7 +652,7 @@ class _MessageReader:
             output = _list_of_parts(given.get("content"))
             inner = self.content(output, where, role="tool", join="\n")
             result = {"role": "tool", "content": inner.text} | _pick(
-                given, tool_use_id="tool_call_id"
+                given, tool_use_id="tool_call_id", name="name"
             )
             found.results.append(result)
         elif isinstance(kind, str) and _is_media(kind):
@@ -687,6 +744,33 @@ class _MessageReader:
         given_id = call.get("id")
         read: dict[str, Any] = {} if given_id in _NOTHING else {"id": given_id}
         return read | {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
+#: Parts of a message in the order in which a template writes them; all others are text.
+_PLACES = dict.fromkeys((*_REASONING_PARTS, "tool_result"), 0) | {"tool_use": 2}
+
+
+def _of_gemini(part: Any) -> Any:
+    """Return a call or a result of a tool in Gemini's form as a block of Anthropic; other parts as
+    they are."""
+    given = part if isinstance(part, Mapping) else {}
+    call = given.get("functionCall") or given.get("function_call")
+    if isinstance(call, Mapping):
+        return {"type": "tool_use", **call}
+    result = given.get("functionResponse") or given.get("function_response")
+    if isinstance(result, Mapping):
+        known = _pick(result, id="tool_use_id", name="name", response="content")
+        return {"type": "tool_result", **known}
+    return part
+
+
+def _place_of(part: Any) -> str:
+    """Return the type of a part, as far as its place in a message matters; "" if it is blank."""
+    if isinstance(part, str):
+        return "text" if part.strip() else ""
+    kind = "reasoning" if part.get("thought") is True else str(part.get("type") or "text")
+    is_blank = kind in _TEXT_PARTS and not str(part.get("text") or "").strip()
+    return "" if is_blank or kind == "redacted_thinking" else kind
 
 
 def _check_said_once(given: Mapping[str, Any], where: str) -> None:
@@ -1046,7 +1130,7 @@ def unread_keys(messages: Messages, template: str | None, *, writes_names: bool 
     """Keys of normalised messages that neither this system nor the chat template reads.
 
     Args:
-        template: its source; a key that it names counts as read.
+        template: its source; a key that it names (``.key``, ``'key'``) counts as read.
         writes_names: whether the template writes the ``name`` of a message that is not a tool's.
     """
     found = {
@@ -1065,7 +1149,11 @@ def unread_keys(messages: Messages, template: str | None, *, writes_names: bool 
         found.add("name")
     others = {key for message in messages for key in message if key not in (*_KEYS, *LOSS_KEYS)}
     return found | {
-        key for key in others if not (template and re.search(rf"\b{re.escape(key)}\b", template))
+        key
+        for key in others
+        if not (
+            template and re.search(rf"\.{re.escape(key)}\b|['\"]{re.escape(key)}['\"]", template)
+        )
     }
 
 

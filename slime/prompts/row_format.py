@@ -397,8 +397,11 @@ def _odd_messages(messages: Messages) -> Iterator[RowProblem]:
 
 
 #: Columns that hold a part of the prompt in some data sets, and the --input-key beside which they
-#: do; None: any.
-_PROMPT_COLUMNS = {"system": None, "system_prompt": None, "input": "instruction"}
+#: do; None: any. "history" is LLaMA-Factory's, "functions" the tools of old OpenAI requests.
+_PROMPT_COLUMNS = {
+    "system": None, "system_prompt": None, "history": None, "functions": None,
+    "input": "instruction",
+}  # fmt: skip
 #: Columns that hold what belongs to a prompt that is more than text.
 _MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 
@@ -429,29 +432,34 @@ def _unread_parts(
                 "write it into the metadata, {'rm_type': …}",
             )
         )
+    parts = [
+        name
+        for name in unread
+        if _PROMPT_COLUMNS.get(name, "") in (None, form.input_key)
+        and (row[name].strip() if isinstance(row[name], str) else isinstance(row[name], list))
+        and row[name] not in ("", [])
+    ]
     if isinstance(prompt, list) and prompt[0]["role"] in ("system", "developer"):
         told = str(prompt[0]["content"]).strip()
-        names = [name for name in unread if name in ("system", "system_prompt")]
-        others = [name for name in names if isinstance(row[name], str) and row[name].strip()]
-        return media + [
+        others = [name for name in parts if name in ("system", "system_prompt")]
+        parts = [name for name in parts if name not in others]
+        media += [
             remark(
                 f"have another system prompt in the column '{name}', which nothing reads",
-                f"the first: {row[name][:80]!r} beside {told[:80]!r}",
+                f"the first: {row[name]!r:.80} beside {told[:80]!r}",
                 "keep the one that is meant",
             )
             for name in others
-            if row[name].strip() != told
+            if isinstance(row[name], str) and row[name].strip() != told
         ]
     return media + [
         remark(
             f"have a part of the prompt in the column '{name}', which nothing reads",
-            f"the first: {row[name][:80]!r}",
-            "write it into the prompt; a system prompt as the first message, of the role system",
+            f"the first: {row[name]!r:.80}",
+            "write it into the prompt; a system prompt as the first message, of the role system; "
+            "tools into a column of their own (--tool-key)",
         )
-        for name in unread
-        if _PROMPT_COLUMNS.get(name, "") in (None, form.input_key)
-        and isinstance(row[name], str)
-        and row[name].strip()
+        for name in parts
     ]
 
 

@@ -83,6 +83,8 @@ class Encoded:
         sequences: one, or several if the template rewrites earlier turns.
         lost_reasoning: turns with reasoning in the data that the template does not write.
         without_reasoning: turns without reasoning although the generation prompt opens it.
+        unmatched: the end of the generation prompt, if a turn begins otherwise and is trained
+            behind what both have; "" if there is none.
         control_tokens: messages with special tokens in their text, which the tokenizer reads as
             such.
         unended: why the first turn without an end token has none; None if every turn ends with one.
@@ -97,6 +99,7 @@ class Encoded:
     sequences: list[TrainedSequence] = field(default_factory=list)
     lost_reasoning: int = 0
     without_reasoning: int = 0
+    unmatched: str = ""
     control_tokens: int = 0
     unended: Unended | None = None
     reasoning_fix: str = ""
@@ -393,15 +396,19 @@ class SftEncoding:
         if before and (is_rewritten or is_added):
             why = "the template writes earlier text differently once the message is answered"
             raise _undetermined(number, why)
+        if marks is None and missing.strip() and opened.endswith(missing):
+            return _Turn(prompt, said)  # the same header, with something more in it
         if marks is None and opened.strip():
-            return _Turn(shared, rest)
+            return _behind_another_prompt(_Turn(shared, rest), opened, found)
         if marks is None:
             return _Turn(prompt, rest.lstrip() if opened else rest)
         begin, end = marks
         # an empty block of reasoning: the answer follows, unless there is reasoning after all
         if end in opened:
             is_written = bool(thought.text.strip()) and thought.text.strip() in rest
-            return _Turn(shared, rest) if is_written else _Turn(prompt, rest)
+            if not is_written:
+                return _Turn(prompt, rest)
+            return _behind_another_prompt(_Turn(shared, rest), opened, found)
         gap = "\n" if opened.endswith("\n") else ""
         bare = rest.lstrip()
         if not thought.text.strip():
@@ -612,6 +619,11 @@ def with_answer(messages: Messages, label: Any) -> Messages:
     if not isinstance(label, str):
         return messages
     return [*messages, {"role": "assistant", "content": label}]
+
+
+def _behind_another_prompt(turn: _Turn, unmatched: str, found: Encoded) -> _Turn:
+    found.unmatched = found.unmatched or unmatched
+    return turn
 
 
 def _in_opened_reasoning(turn: _Turn, thought: ReasonedAnswer, found: Encoded) -> _Turn:

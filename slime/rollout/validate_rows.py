@@ -470,6 +470,13 @@ def _remarks(encoded: Encoded) -> Iterator[RowProblem]:
             "without its mark"
         )
         yield remark(kind)
+    if encoded.unmatched:
+        kind = (
+            "have answers that begin otherwise than the generation prompt, and are trained behind "
+            "another prompt than the one that engines are given"
+        )
+        fix = "let the chat template begin both alike (--apply-chat-template-kwargs)"
+        yield remark(kind, f"the prompt of the first ends with {encoded.unmatched[-80:]!r}", fix)
     if encoded.control_tokens:
         kind = (
             "hold special tokens of the tokenizer in their words, which are read as control tokens"

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from slime.config import make_config
+from slime.embedded.architecture import Architecture
 from slime.models.context import context_length, engine_context
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
 @pytest.mark.parametrize(
@@ -56,3 +58,22 @@ def test_a_length_that_the_user_asks_for_comes_first(
     flags = {"num_rollout": 1, "hf_checkpoint": str(tmp_path), "rollout_engine": "sglang"}
     assert engine_context(make_config(**flags)) == 64
     assert engine_context(make_config(**flags, sglang_context_length=asked)) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, 64),
+        ({"rope_scaling": LINEAR}, 512),
+        ({"rope_scaling": YARN}, 64),
+        ({"seq_length": 128}, 128),
+        ({"max_position_embeddings": None}, 2048),
+        ({"rope_scaling": LONG, "original_max_position_embeddings": 16}, 16),
+    ],
+)
+def test_the_embedded_engine_takes_the_same_length(fields: dict[str, Any], expected: int) -> None:
+    config = {"model_type": "llama", "max_position_embeddings": 64, "vocab_size": 8}
+    config |= {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "rms_norm_eps": 1e-6} | fields
+    config = {key: value for key, value in config.items() if value is not None}
+    assert Architecture.from_config(config).context_length == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import pickle
@@ -56,6 +57,20 @@ def test_words_of_a_part_under_another_key_are_refused_and_not_dropped(key: str)
     with pytest.raises(ConversationError, match=rf"its keys are: type, {key}"):
         said([{"type": "text", key: "what?"}])
     assert said([{"type": "text", "text": None, "image": None}]) == ""
+
+
+def test_calls_and_results_of_gemini_are_those_of_tools() -> None:
+    wire = [
+        {"role": "model", "parts": [{"functionCall": {"name": "f", "args": {"x": 1}}}]},
+        {"role": "function", "parts": [{"functionResponse": {"name": "f", "response": {"y": 2}}}]},
+        {"role": "user", "parts": [{"function_response": {"name": "f", "response": "3"}}]},
+    ]
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    assert read_messages(wire, drops_nulls=True) == [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": '{"y": 2}', "name": "f"},
+        {"role": "tool", "content": "3", "name": "f"},
+    ]
 
 
 def test_thoughts_of_gemini_are_reasoning() -> None:
@@ -255,6 +270,9 @@ def test_an_empty_list_is_a_tools_value_except_where_lists_are_of_parts() -> Non
         json.dumps({"conversations": [{"from": "human", "value": "hi"}]}),
         {"role": ["user"], "content": ["hi"]},
         USER,
+        {"prompt": [USER]},
+        json.dumps({"prompt": [USER], "id": 3}),
+        json.dumps({"chat": [{"from": "human", "value": "hi"}]}),
     ],
 )
 def test_a_whole_conversation_is_found_in_one_value(value: Any) -> None:
@@ -269,6 +287,37 @@ def test_a_system_prompt_beside_the_messages_is_read() -> None:
         assert found is not None and found[0] == [system, USER]
     with pytest.raises(ConversationError, match="two system prompts"):
         conversation_in({"messages": [system, USER], "system": "be long"})
+
+
+@pytest.mark.parametrize("key", ["completion", "answer", "messages"])
+def test_answers_beside_the_messages_of_an_object_are_refused(key: str) -> None:
+    with pytest.raises(ConversationError, match=f"its keys are: prompt, {key}"):
+        conversation_in(json.dumps({"prompt": [USER], key: [USER]}))
+
+
+_THINKS = {"type": "thinking", "thinking": "hm"}
+_SAYS = {"type": "text", "text": "4"}
+_CALLS = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+_RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("role", "parts", "said"),
+    [
+        ("assistant", [_SAYS, _THINKS], "'thinking' behind one of the type 'text'"),
+        ("assistant", [_THINKS, _SAYS, _THINKS, _SAYS], "'thinking' behind"),
+        ("assistant", [_SAYS, {"text": "hm", "thought": True}], "'reasoning' behind"),
+        ("assistant", [_CALLS, _SAYS], "'text' behind one of the type 'tool_use'"),
+        ("user", [_SAYS, _RESULT], "'tool_result' behind one of the type 'text'"),
+        ("assistant", [{"type": "text", "text": "\n"}, _THINKS, _THINKS, _SAYS, _CALLS], ""),
+        ("user", [_RESULT, _RESULT, _SAYS], ""),
+    ],
+)
+def test_parts_that_a_template_would_reorder_are_refused(role: str, parts: Any, said: str) -> None:
+    message = {"role": role, "content": parts}
+    read_messages([message])
+    with pytest.raises(ConversationError, match=said) if said else contextlib.nullcontext():
+        read_messages([message], drops_nulls=True)
 
 
 def test_lists_of_different_lengths_are_refused_and_no_message_is_dropped() -> None:
@@ -290,6 +339,8 @@ def test_what_is_no_conversation_is_left_alone(value: Any) -> None:
         {"role": "user", "name": "Bob"},
         [{"role": "admin", "name": "Bob"}, {"role": "user", "name": "Al"}],
         [{"type": "function_call", "name": "f", "arguments": "{}"}],
+        {"prompt": "hi"},
+        {"prompt": [{"role": "admin", "content": "hi"}]},
     ],
 )
 def test_other_json_with_roles_and_places_of_departure_is_text(value: Any) -> None:
@@ -442,6 +493,22 @@ def test_keys_that_nothing_reads_are_found_by_name() -> None:
     unread = UnreadKeys()
     unread.add(prompt.unread_columns, prompt.unread_keys)
     assert UnreadKeys().warning("a", 1) == "" and "source (1 of 2 rows)" in unread.warning("a", 2)
+
+
+@pytest.mark.parametrize(
+    ("template", "unread"),
+    [
+        ("{% if tools %}{{ tools }}{% endif %}", {"tools"}),
+        ("{{ m.tools }}", set()),
+        ("{{ m['tools'] }}", set()),
+        ("{{ m.get('tools') }}", set()),
+        ("these tools exist", {"tools"}),
+    ],
+)
+def test_a_key_is_read_if_the_template_takes_it_from_a_message(
+    template: str, unread: set[str]
+) -> None:
+    assert unread_keys([USER | {"tools": [1]}], template) == unread
 
 
 def test_a_row_names_what_is_wrong_and_where() -> None:

@@ -128,6 +128,57 @@ def test_math(response: str, label: Any, reward: float) -> None:
     assert grade_math(response, label) == reward
 
 
+@pytest.mark.parametrize(
+    ("response", "right", "wrong"),
+    [
+        ("at least 5", [r"\ge 5", r"x \geq 5", r"[5,\infty)", "at least 5"], ["5", r"\le 5"]),
+        ("The answer is at most 5.", [r"x \le 5"], ["5"]),
+        ("There are more than 5 of them.", ["> 5"], ["5", r"\ge 5"]),
+        ("It is less than $5$ here.", ["x < 5"], ["5"]),
+        (r"\boxed{\text{at least }5}", [r"n \ge 5"], ["5"]),
+        (r"\boxed{5 \text{ or more}}", [r"5 \le x"], ["5"]),
+        (r"\boxed{\neq 3}", [r"x \neq 3", "not 3"], ["3"]),
+        (r"\boxed{\geq 5}", [r"x \ge 5"], ["5", "x > 5"]),
+        ("So x ≥ 5 here.", [r"\ge 5"], ["5"]),
+        ("not 5 but 6", ["6"], ["5"]),
+        ("The answer is not 5 but 6.", ["6"], ["5"]),
+        ("The answer is 6, not 5.", ["6"], ["5"]),
+        ("We get 6 rather than 5.", ["6"], ["5"]),
+        ("The answer is not 5. It is 6.", ["6"], ["5"]),
+        ("The answer is definitely not 5.", [], ["5"]),
+        ("The answer isn't 5.", [], ["5"]),
+        ("x cannot be 5.", [], ["5"]),
+        ("The answer is between 5 and 6.", [], ["5", "6"]),
+        ("The answer is either 5 or 6.", ["5, 6"], ["5", "6"]),
+        ("The answer is negative 5.", ["-5"], ["5"]),
+        ("We need at least \\boxed{5} moves.", ["5"], []),
+        ("It is 16.66...%, which rounds up to 17%.", ["17%"], []),
+        ("Es sind mindestens 5.", [], ["5"]),
+        ("答案是至少5。", [], ["5"]),
+        ("答案是5个以上。", [], ["5"]),
+        ("So there are five apples.", ["5"], ["1"]),
+        ("So there are one hundred and thirty-five.", ["135"], ["5", "35", "100"]),
+        ("The sum: 2 + 3 => 5", ["5"], []),
+        ("The answer is <b>5</b>.", ["5"], []),
+        ("It is > 5 here.", ["> 5"], ["5"]),
+        ("It holds up to 17 people.", [r"\le 17"], ["17"]),
+        ("It is 5 and above.", [r"x \ge 5"], ["5"]),
+        ("The number 5 does not work.", [], ["5"]),
+        ("5 is wrong.", [], ["5"]),
+        ("La respuesta es 5 porque 2 + 7 = 9.", ["5"], ["9"]),
+        ("Die Antwort ist nicht 5.", [], ["5"]),
+        ("答えは5です。", ["5"], []),
+        ("解答：2+3=5，所以总数是 7。", ["7"], ["2", "5"]),
+    ],
+)
+def test_bounds_and_denials_are_not_their_numbers(
+    response: str, right: list[str], wrong: list[str]
+) -> None:
+    assert [grade_math(response, label) for label in right + wrong] == [1.0] * len(right) + [
+        0.0
+    ] * len(wrong)
+
+
 def test_boxed_math_wants_a_box_and_deepscaler_an_end_of_thinking() -> None:
     assert grade_math("The answer is 4.", "4", boxed_only=True) == 0.0
     assert grade_deepscaler(r"<think>\boxed{4}", "4") == 0.0
@@ -221,6 +272,85 @@ def test_dapo() -> None:
 )
 def test_gpqa(response: str, label: Any, metadata: dict[str, Any], reward: float) -> None:
     assert grade_gpqa(response, label, metadata) == reward
+
+
+@pytest.mark.parametrize(
+    ("label", "response", "right"),
+    [
+        ("$5", r"\boxed{500 \text{ cents}}", 1.0),
+        ("$5", r"\boxed{5 \text{ euros}}", 0.0),
+        ("1000", r"\boxed{1'000}", 1.0),
+        ("1000", r"\boxed{1_000}", 1.0),
+        ("5%", r"\boxed{5 \text{ percentage points}}", 1.0),
+        ("10:30 AM", "The train arrives at 10:30 AM.", 1.0),
+        ("10:30", "The train arrives at 10:30.", 1.0),
+        ("5厘米", r"\boxed{5}", 1.0),
+        ("5 cm", r"\boxed{50毫米}", 1.0),
+        ("5", r"\boxed{5个}", 1.0),
+        ("5", r"\boxed{5以上}", 0.0),
+        ("5", r"\boxed{5 \checkmark}", 1.0),
+        ("3", r"\boxed{x \not= 3}", 0.0),
+        (r"x \ge 3", r"\boxed{x \nless 3}", 1.0),
+        (r"1 \le x < 2", r"\boxed{x \ge 1 \text{ and } x < 2}", 1.0),
+        (r"x < 1, x > 2", r"\boxed{(-\infty, 1) \cup (2, \infty)}", 1.0),
+        ("1/2 or 0.5", r"\boxed{0.5}", 1.0),
+        ("2 or -2", r"\boxed{2}", 0.0),
+        ("5\\\\", r"\boxed{5}", 1.0),
+        (r"\{(1,2)\}", r"\boxed{(1,2)}", 1.0),
+        (r"\{(1,2)\}", r"\boxed{(2,1)}", 0.0),
+        (r"\{1,2\}", r"\boxed{(1,2)}", 0.0),
+        ("18", "She makes $<<9*2=18>>18 every day.", 1.0),
+    ],
+)
+def test_amounts_units_and_signs(label: str, response: str, right: float) -> None:
+    assert grade_math(response, label) == right
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("The answer is D. Option B is too small.", 1.0),
+        ("Option D is correct. Option B describes dogs.", 1.0),
+        ("The answer is D.\n- Option A: too small\n- Option C: wrong", 1.0),
+        ("Answer D is the best. Answer C was close.", 1.0),
+        ("Option C is tempting.\nOption D", 1.0),
+        ("La respuesta es D. La alternativa B es pequeña.", 1.0),
+        ("By elimination, D.", 1.0),
+        ("The answer is D. A correct approach uses energy.", 1.0),
+        ("The answer is D. No other option fits.", 1.0),
+        ("C? No, D.", 1.0),
+        ("All of them: A, B, C, D", 0.0),
+        ("The answer is not Venus but Mars.", 1.0),
+        ("The answer is Mars, not Venus.", 1.0),
+        ("The answer is not Mars.", 0.0),
+        ("The answer is Venus rather than Mars.", 0.0),
+    ],
+)
+def test_a_choice_that_is_discussed_is_not_chosen(response: str, reward: float) -> None:
+    choices = {"choices": ["Mercury", "Venus", "Earth", "Mars"]}
+    assert grade_gpqa(response, "D", choices) == reward
+
+
+_IN_OTHER_LANGUAGES = """Die richtige Antwort ist C, denn Option D ist falsch.
+Die Antwort ist nicht D, sondern C. | Antwort: C | Ich wähle C. | Option C ist richtig.
+Richtig ist C. | La bonne réponse est la C. | D est fausse, donc la réponse est C.
+La respuesta es C) porque A y B son falsas | La respuesta no es D, sino C.
+A resposta correta é a alternativa C. | La risposta corretta è C.
+Het juiste antwoord is C. | Rätt svar är C. | Poprawna odpowiedź to C.
+Správná odpověď je C. | Правильный ответ — C. | Ответ: C | Doğru cevap C'dir.
+Jawaban yang benar adalah C. | Đáp án đúng là C. | 答案是C因为A错误 | 故选C。
+正确答案为C，D错误。 | 答案不是D，而是C。 | 答えはCです。Dではありません。 | Cが正解です。
+정답은 C입니다. | C가 정답입니다. | الإجابة الصحيحة هي C. | सही उत्तर C है। | คำตอบคือ C"""
+_NO_CHOICE = """Die Antwort ist nicht C. | C ist falsch. | La réponse n'est pas C.
+La respuesta es C o D | 答案不是C。 | 答案是C或D | 答えはCではありません。 | Cは間違いです
+정답은 C가 아닙니다. | Doğru cevap C değil. | La réponse est Caen
+Die Antwort ist eine Creme | Ответ не C | C est fausse"""
+
+
+@pytest.mark.parametrize(("texts", "reward"), [(_IN_OTHER_LANGUAGES, 1.0), (_NO_CHOICE, 0.0)])
+def test_choices_stated_in_other_languages(texts: str, reward: float) -> None:
+    for response in re.split(r" \| |\n", texts):
+        assert grade_gpqa(response, "C") == reward, response
 
 
 @pytest.mark.parametrize(

@@ -610,6 +610,33 @@ def test_an_answer_follows_the_prompt_that_the_model_is_given(
     assert rendered == prompt or encoded.without_reasoning == 1
 
 
+@pytest.mark.parametrize(
+    ("asked", "header", "before", "trained", "unmatched"),
+    [
+        ('<A>{"think": 1}<E>', "<A><E>", '<A>{"think": 1}<E>', "ANSWER0<EOS>", ""),
+        ("<A>now<E>\n", "<A><E>\n", "<A>now<E>\n", "ANSWER0<EOS>", ""),
+        ("<A>Sure,", "<A>", "<A>", "ANSWER0<EOS>", "Sure,"),
+        ("<A>analysis<E>", "<A>final<E>", "<A>", "final<E>ANSWER0<EOS>", "analysis<E>"),
+        ("<A><think></think>", "<A><think>REASON0</think>", "<A><think>", None, "</think>"),
+    ],
+)
+def test_an_answer_that_does_not_begin_with_the_generation_prompt(
+    asked: str, header: str, before: str, trained: str | None, unmatched: str
+) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}HEAD{{ m.content }}<EOS>{% else %}"
+        "<U>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}ASKED{% endif %}"
+    )
+    reasons = "REASON0" in header
+    header = header.replace("REASON0", "{{ m.reasoning_content or '' }}")
+    template = template.replace("HEAD", header).replace("ASKED", asked) + "{# <E> eos_token #}"
+    encoded, texts, tokenizer = encode(template, [user(0), thoughtful(0) if reasons else answer(0)])
+    assert texts == [trained or "REASON0</think>ANSWER0<EOS>"]
+    [sequence] = encoded.sequences
+    assert tokenizer.decode(sequence.tokens[: sequence.prompt_length]) == f"<U>USER0{before}"
+    assert encoded.unmatched == unmatched
+
+
 OWN_MARKS = CHATML.replace(
     "m['content'] +", "('<M>' + m['thinking'] + '</M>' if 'thinking' in m else '') + m['content'] +"
 )

@@ -29,11 +29,11 @@ BUDGETS = {
     "algorithms": 1_464,  # four estimators, sampling masks, divergences, formulas for the docs
     "checkpoints": 5_007,  # MXFP4, reward models, names of PEFT, adapters of a critic
     "cli": 2_744,  # plan, launch, compare, images in a chat, flags and adapters without effect
-    "cluster": 4_828,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
+    "cluster": 4_835,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
     "compat": 1_374,
     "config": 6_448,  # preferences, images, kept weights, flags and options without effect
     "diagnosis": 4_599,  # attention within images
-    "embedded": 5_916,  # attention within images, sinks, stacks of experts, queries that grow
+    "embedded": 5_921,  # attention within images, sinks, stacks of experts, queries that grow
     "engines": 4_658,  # sessions and ranks of newer SGLang, pictures, overrides without effect
     "environments": 407,
     "forecast": 929,  # over-sampling and partial rollouts
@@ -43,8 +43,8 @@ BUDGETS = {
     "observe": 3_416,  # profiles, three trackers, ranges of recipes, rejected drafts
     "page": 1_618,
     "processes": 1_108,  # the preloaded process
-    "prompts": 5_490,  # images, preferences, forms of messages, what templates leave out
-    "rollout": 9_796,  # images of answers, of teachers and of reward models, evaluation sets
+    "prompts": 5_570,  # images, preferences, forms of messages, what templates leave out
+    "rollout": 10_069,  # images of answers, of teachers and of reward models, evaluation sets
     "run": 2_320,  # teachers that see, lengths for longrope, profiles, data sets from Python
     "samples": 2_419,  # rewards of tokens and turns, whole pairs, images behind other prompts
     "sandbox": 925,

@@ -216,6 +216,34 @@ def test_a_part_of_the_prompt_that_nothing_reads_is_told(tmp_path: Path, loss: s
     assert "1 of 3 rows have a part of the prompt in the column 'system'" in line
 
 
+def test_answers_that_begin_otherwise_than_the_generation_prompt_are_told(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [chat("1+2=", "3"), chat("2+2=", "Sum: 4")])
+    sums = make_tokenizer(CHATML.replace("assistant\\n' }}", "assistant\\nSum: ' }}"))
+    flags = {"input_key": "messages", "label_key": None, "loss_type": "sft_loss"}
+    (line,) = report_of(path, sums, **flags).warnings
+    assert "1 of 2 rows have answers that begin otherwise than the generation prompt" in line
+    assert "'Sum: '" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "num_lines"),
+    [
+        ("history", [["1+1=", "2"]], 1),
+        ("history", [], 0),
+        ("functions", [{"name": "add"}], 1),
+        ("notes", [1], 0),
+    ],
+)
+def test_earlier_turns_and_tools_that_nothing_reads_are_told(
+    tmp_path: Path, name: str, value: Any, num_lines: int
+) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [GOOD | {name: value}])
+    lines = report_of(path, rm_type="math").warnings
+    assert (
+        sum(f"a part of the prompt in the column '{name}'" in line for line in lines) == num_lines
+    )
+
+
 @pytest.mark.parametrize(("key", "num_lines"), [("instruction", 1), ("question", 0)])
 def test_the_input_of_an_instruction_is_a_part_of_the_prompt(
     tmp_path: Path, key: str, num_lines: int

@@ -33,7 +33,7 @@ from slime.rollout.rewards.math_values import (
     replaced,
     symbols_of,
 )
-from slime.rollout.rewards.measures import Unit, read_unit
+from slime.rollout.rewards.measures import UNSPACED, Unit, read_unit
 
 #: Longer answers are compared as text.
 _MAX_ANSWER = 3000
@@ -88,11 +88,13 @@ class MathMatrix:
 
 @dataclass(frozen=True)
 class Relation:
-    r"""A chain such as a < b <= c; there is one sign fewer than sides."""
+    r"""A chain such as a < b <= c; there is one sign fewer than sides. ``is_bare``: it began with
+    its sign, and its first side is `_ANYTHING`."""
 
     sides: tuple[Any, ...]
     signs: tuple[str, ...]
     text: str
+    is_bare: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -192,12 +194,51 @@ _COMPOUND = re.compile(
 _HEDGE = re.compile(
     r"(?i)\A(?:~|(?:the )?(?:final |correct )?answer(?: "
     r"is|:)|approximately|approx\.?|about|around|roughly|exactly|"
-    r"nearly|=|\\approx) *(?=[-+\d\\.$])"
+    r"nearly|either|=|\\approx) *(?=[-+\d\\.$])"
 )
 _HEDGED = re.compile(
     r"(?i) *\((?:approx(?:imately|\.)?|exact(?:ly)?|about|rounded[^()]{0,40}|"
     r"to [^()]{0,40}(?:places?|figures?|digits?)|"
     r"nearest [^()]{0,30})\)\Z"
+)
+#: What makes a number a bound or denies it: the sign, words before the number, words behind it.
+_LIMITS = (
+    (
+        r"\ge",
+        r"at (?:the )?least|(?:no|not) (?:less|fewer|smaller|lower) than|a minimum of|"
+        r"(?:greater|more|larger|bigger|higher) than or equal to",
+        r"(?:or|and) (?:more|greater|larger|higher|above|over)",
+    ),
+    (
+        r"\le",
+        r"at (?:the )?most|(?:no|not) (?:more|greater|larger|bigger|higher) than|a maximum of|"
+        r"(?<!round )(?<!rounds )(?<!rounded )(?<!add )(?<!adds )(?<!sums )(?<!comes )up to|"
+        r"(?:less|fewer|smaller|lower) than or equal to",
+        r"(?:or|and) (?:less|fewer|smaller|lower|below|under)",
+    ),
+    (">", r"(?:more|greater|larger|bigger|higher) than|(?<![\d)}] )over|above|exceeding", "(?!)"),
+    ("<", r"(?:less|fewer|smaller|lower) than|under|below", "(?!)"),
+    (r"\ne", r"not(?: equal to)?|anything (?:but|except)|other than", "(?!)"),
+)
+_BEFORE = "|".join(before for _, before, _ in _LIMITS)
+_BEHIND = "|".join(behind for *_, behind in _LIMITS)
+_VALUE = r"(?P<value>[-+\d\\.$(].*?)"
+_LIMIT = re.compile(
+    rf"(?i)(?:(?P<name>[a-z]) (?:is|are|(?:must|can|should) be) )?(?P<before>{_BEFORE}) {_VALUE}"
+    rf"|(?P<value2>[-+\d\\.$(].*?) (?P<behind>{_BEHIND})",
+    re.S,
+)
+#: Text that ends with words or a sign before a number, and text that begins with words behind it.
+LIMIT_BEFORE = re.compile(
+    rf"(?i)(?:\b(?:{_BEFORE}|negative|(?<![\d)$] )minus) +|"
+    r"(?:[≤≥≠]|(?<!\S)[<>]|\\(?:[lg]eq?|neq?)\b) *)\Z"
+)
+LIMIT_BEHIND = re.compile(rf"(?i) +(?:{_BEHIND})\b")
+_MINUS = re.compile(r"(?i)\A(?:minus|negative) +(?=[\d.\\$])")
+#: What an answer is not: "not 5 but" before it, "rather than 5" behind it.
+_CONTRAST = re.compile(
+    r"(?i)\Anot .{1,60}?,? but (?:rather |instead )?(?=[-+\d\\.$(])"
+    r"|(?<=[\d)}]),? (?:rather than|instead of) [^ ]{1,30}\Z"
 )
 _UNIT_IN_BRACKETS = re.compile(r"([-+]?[\d.,]*\d) *\( *([A-Za-z]{2}[^()]{0,30})\)")
 _LITERAL = re.compile(r"0(?:[xX]([0-9A-Fa-f]+)|[bB]([01]+)|[oO]([0-7]+))")
@@ -231,7 +272,9 @@ _CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])[.):]) +(.+)", re.S)
 _CURRENCY = re.compile(
     r"([-+]?)\s*(?:(?:US|USD|A|C)?\s*(\\\$|[$€£¥₹])|(USD|EUR|GBP|Rs\.?)(?=\s*\d))\s*(.+)", re.S
 )
-_PERCENT = re.compile(r"(.+?)\s*(?:\\?%|\bpercent(?:age)?s?\b|\bpct\b|\bper cent\b)", re.S | re.I)
+_PERCENT = re.compile(
+    r"(.+?)\s*(?:\\?%|\bpercent(?:age)?s?\b(?: points?\b)?|\bpct\b|\bper cent\b)", re.S | re.I
+)
 _BASE = re.compile(
     r"\(?\s*([0-9A-Fa-f]+(?:\.[0-9A-Fa-f]+)?)\s*\)?_\s*(?:\{?\s*\(?\s*(?:(\d{1,2})|"
     r"([a-z]+))\s*\)?\s*\}?)"
@@ -273,6 +316,12 @@ _NUMBER_WORDS = {word: number for number, word in enumerate([
 _TENS = {word: 10 * number for number, word in enumerate([
     "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety",
 ], 2)}  # fmt: skip
+_SPELLED = "|".join([*_NUMBER_WORDS, *_TENS, "hundred", "thousand", "million", "billion"])
+#: A number in words within prose; "one" alone is rarely a number.
+SPELLED_NUMBER = re.compile(
+    rf"(?i)\b(?!(?:one|zero)\b(?![ -](?:hundred|thousand|million)))"
+    rf"(?:{_SPELLED})(?:(?:[ -]|,? and )(?:{_SPELLED}))*\b"
+)
 _PARTS = {
     "half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7,
     "eighth": 8, "ninth": 9, "tenth": 10,
@@ -297,7 +346,7 @@ _MEASURE = re.compile(
     r"\\sqrt(?:\[\d+\])? ?(?:\{[^{}]*\}|\d+)|"
     r"\\times|\\cdot|\*|/|\+|-|\^ ?(?:\{[-+ \d]*\}|-?\d+)|[()]|\\overline\{\d+\}| "
     r"(?=[\d\\(+*/-])(?!\\circ))++)"
-    r"(?P<gap> *)(?P<unit>(?:\^ ?\{? ?)?\\circ.*|[A-Za-zµμΩ\\$€£¥₹¢°].*)",
+    rf"(?P<gap> *)(?P<unit>(?:\^ ?\{{? ?)?\\circ.*|[A-Za-zµμΩ\\$€£¥₹¢°{UNSPACED}].*)",
     re.S,
 )
 
@@ -311,6 +360,7 @@ def read_answer(text: str) -> Any:
         (None, 'yes')
     """
     text = _HEDGE.sub("", plain_latex(text[:_MAX_ANSWER]), count=1) if text else ""
+    text = _MINUS.sub("-", _CONTRAST.sub("", text))
     if text.endswith(")"):
         text = _HEDGED.sub("", text)
     return _read(text, 0) if text else None
@@ -459,6 +509,22 @@ def _read_scaled_matrix(text: str, depth: int) -> Any:
     return MathMatrix(tuple(rows), matrix.kind)
 
 
+def _read_limit(text: str, depth: int) -> Any:
+    """Read at least 5, 5 or more, not 5."""
+    found = _LIMIT.fullmatch(text)
+    if not found:
+        return None
+    words = found["before"] or found["behind"]
+    sign = next(
+        sign for sign, *said in _LIMITS if any(re.fullmatch(f"(?i:{one})", words) for one in said)
+    )
+    value = _read(found["value"] or found["value2"], depth + 1)
+    if not isinstance(value, Quantity):
+        return None
+    name = _read(found["name"], depth + 1) if found["name"] else _ANYTHING
+    return Relation((name, value), (sign,), text, is_bare=not found["name"])
+
+
 def _read_matrix(text: str, depth: int) -> Any:
     found = _MATRIX.fullmatch(text)
     if found:
@@ -515,6 +581,8 @@ def _read_union(text: str, depth: int) -> Any:
 def _read_list(text: str, depth: int) -> Any:
     if _THOUSANDS.fullmatch(text) or (text.startswith("]") and enclosed(text)):
         return None
+    if _HUNDRED_AND.search(text) and _number_in_words(text.lower()) is not None:
+        return None
     parts, separators = split_top(text, _COMMAS)
     parts = [part for part in (part.strip() for part in parts) if part]
     if not separators or len(parts) < 2:
@@ -530,7 +598,38 @@ def _read_list(text: str, depth: int) -> Any:
         joined := _measured_thousands(text)
     ):
         return _read(joined, depth + 1)
-    return Sequence_("", _read_all(parts, depth), "")
+    items = _read_all(parts, depth)
+    is_contrast = (
+        isinstance(items[1], Relation) and items[1].is_bare and items[1].signs == (r"\ne",)
+    )
+    if len(items) == 2 and isinstance(items[0], Quantity) and is_contrast:
+        return items[0]  # "6, not 5"
+    if len(items) == 2 and not re.search(r"\bor\b", separators[0]):
+        return _between(*items) or Sequence_("", items, "")
+    if len(items) == 2 and all(map(_is_constant, items)) and _same(*items):
+        return items[0]  # "1/2 or 0.5"
+    return Sequence_("", items, "")
+
+
+def _between(first: Any, second: Any) -> Relation | None:
+    """Read "x >= 1 and x <= 2" as 1 <= x <= 2; None for anything else."""
+    if not isinstance(first, Relation) or not isinstance(second, Relation):
+        return None
+    x = _bounds(first)
+    y = _bounds(second)
+    if x is None or y is None or x[0] != y[0] or (x[1][0] is None) == (y[1][0] is None):
+        return None
+    lower, upper = (x[1], y[1]) if x[1][0] is not None else (y[1], x[1])
+    if lower[2] is not None or upper[2] is None:
+        return None
+    try:
+        low, high = (as_float(number_of(end.node)).real for end in (lower[0], upper[2]))
+    except (NotMath, Undefined, TooBig):
+        return None
+    name = next(side for side in first.sides if not _is_constant(side))
+    signs = tuple(r"\le" if is_closed else "<" for is_closed in (lower[1], upper[3]))
+    text = f"{first.text}, {second.text}"
+    return Relation((lower[0], name, upper[2]), signs, text) if low < high else None
 
 
 def _measured_thousands(text: str) -> str | None:
@@ -580,9 +679,13 @@ def _read_relation(text: str, depth: int) -> Any:
     parts = [part.strip() for part in parts]
     if not parts[-1] or len(parts) > 6:
         return None
-    if not parts[0]:  # "= 5"
-        return _read(" ".join(parts[1:]), depth + 1) if len(parts) == 2 else None
     signs = tuple(_SIGN_NAMES.get(sign.strip(), sign.strip()) for sign in separators)
+    if not parts[0] and len(parts) == 2:  # "= 5", or ">= 5"
+        value = _read(parts[1], depth + 1)
+        is_limit = signs[0] in (*_MIRROR, r"\ne")
+        return Relation((_ANYTHING, value), signs, text, is_bare=True) if is_limit else value
+    if not parts[0]:
+        return None
     return Relation(_read_all(parts, depth), signs, text)
 
 
@@ -665,6 +768,7 @@ _GLUED = re.compile(
     r"?(?:\{-?\d+\}|\d+))?)"
     r"( *)((?:[A-Za-zΩµ\\]|\^ ?\{? ?\\circ).*)"
 )
+_HUNDRED_AND = re.compile(r"(?i)[a-z] (?:hundred|thousand|million|billion) and [a-z]")
 _NUMBER_IN_WORDS = re.compile(r"[A-Za-z]{3,10}(?:[ -][A-Za-z]{3,10}){0,6}")
 
 
@@ -840,6 +944,7 @@ _READERS: tuple[Callable[[str, int], Any], ...] = (
     _read_family,
     _read_matrix,
     _read_union,
+    _read_limit,
     _read_list,
     _read_brackets,
     _read_relation,
@@ -861,6 +966,8 @@ def same_answer(label: str, answer: str) -> bool | None:
         >>> same_answer("1,2", r"\{2, 1\}"), same_answer("1,2", "12"), same_answer("50%", "0.5")
         (True, False, True)
     """
+    if max(len(label), len(answer)) > _MAX_ANSWER:
+        return label.split() == answer.split()
     wanted = read_answer(label)
     given = read_answer(answer)
     if wanted is None or given is None:
@@ -1181,6 +1288,9 @@ def _same_sequence(g: Any, a: Any) -> bool | None:
     a_plain = _is_unordered(a)
     if g_plain and a_plain:
         return _same_lists(g, a)
+    for one, other in ((g, a), (a, g)):
+        if one.opening == r"\{" and len(one.items) == 1 and not _is_unordered(other):
+            return _same(one.items[0], other)  # the set of one point
     if len(g.items) != len(a.items):
         return False
     if g_plain or a_plain:
@@ -1398,8 +1508,7 @@ def _same_value_of(g: Any, a: Relation) -> bool | None:
 
 
 def _same_relations(g: Relation, a: Relation) -> bool | None:
-    g = _short(g)
-    a = _short(a)
+    g, a = _short(_with_name(g, a)), _short(_with_name(a, g))
     if g.signs == a.signs == ("=",):
         heads = sorted(str(getattr(side, "text", "")) for side in (g.sides[0], a.sides[0]))
         if re.fullmatch(r"[fgh]\(x\)", heads[0]) and heads[1] == "y":
@@ -1424,6 +1533,14 @@ def _same_relations(g: Relation, a: Relation) -> bool | None:
     return _same_equation(g, a) if g.signs in (("=",), (r"\ne",)) else False
 
 
+def _with_name(relation: Relation, other: Relation) -> Relation:
+    """Give a relation without a first side that of another relation."""
+    name = next((side for side in other.sides if _name(side) and not _is_constant(side)), None)
+    if not relation.is_bare or name is None:
+        return relation
+    return Relation((name, *relation.sides[1:]), relation.signs, relation.text)
+
+
 def _short(relation: Relation) -> Relation:
     """x = 2 + 3 = 5 as x = 5."""
     if len(relation.signs) == 1 or not set(relation.signs) <= {"=", r"\approx"}:
@@ -1441,6 +1558,8 @@ def _same_chain(g: Relation, a: Relation) -> bool:
 
 
 _MIRROR = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
+#: What a relation without a first side is about.
+_ANYTHING = Quantity("x", ("x", "x"))
 
 
 def _difference(relation: Relation) -> Node | None:

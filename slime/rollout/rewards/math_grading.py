@@ -14,7 +14,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from slime.rollout.rewards.grading_worker import serve
-from slime.rollout.rewards.math_answers import Opaque, Words, read_answer, same_answer
+from slime.rollout.rewards.math_answers import (
+    LIMIT_BEFORE,
+    LIMIT_BEHIND,
+    SPELLED_NUMBER,
+    Opaque,
+    Words,
+    read_answer,
+    same_answer,
+)
+from slime.rollout.rewards.measures import UNSPACED
+from slime.rollout.rewards.other_languages import ANSWER_IS, BOUND, BOUND_BEHIND, IS, NOT, denies
 from slime.rollout.rewards.text import (
     after_thinking,
     answer_in_label,
@@ -54,6 +64,7 @@ def grade_math(response: str, label: Any, boxed_only: bool = False) -> float:
         return float(_is_right(wanted, boxed))
     if boxed_only:
         return 0.0
+    text = _ARROW.sub("→", _CALCULATION.sub("", text))
     return float(any(_is_right(wanted, answer) for answer in _stated(text, wanted)))
 
 
@@ -72,8 +83,8 @@ def _answer_of(label: str) -> str:
 # -- answers in prose ------------------------------------------------------------------------------
 
 _ANCHOR = re.compile(
-    r"(?i)(?:\banswer\b[^.\n:=]{0,60}?(?:\bis\b|\bare\b|\bequals\b|:|=)|####|答案(?:是|为|為|[:：]))"
-    r"(?:\*\*)?\s*[:：]?\s*"
+    r"(?i)(?:\banswer\b[^.\n:=]{0,60}?(?:\bis\b|\bare\b|\bequals\b|:|=|→)|####|"
+    rf"{ANSWER_IS})(?:\*\*)?\s*[:：]?\s*"
 )
 _SENTENCE_END = re.compile(r"\n|[。！？]|[.!?](?=\s+[A-Z]|\s*$|\*\*)")
 _FORMULA = re.compile(
@@ -81,30 +92,50 @@ _FORMULA = re.compile(
     r"\\\[(.+?)\\\]",
     re.S,
 )
-#: Scripts that put no blank between words and numbers: Chinese, Japanese, Korean.
-_UNSPACED = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _NUMBER = re.compile(
-    rf"(?:(?<![\w.\\^_√/{{,])|(?<=[{_UNSPACED}]))"
+    rf"(?:(?<![\w.\\^_√/{{,])|(?<=[{UNSPACED}]))"
     r"(?:[-+−](?=[\d.$€£])|(?<=\s)-)?(?:\\?[$€£])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-    r"(?:[eE][-+]?\d+)?(?: ?/ ?\d+)?(?: ?\\?%)?(?!\w*[_^√])"
+    r"(?:[eE][-+]?\d+)?(?: ?/ ?\d+|(?::\d+)+(?: ?[AaPp]\.?[Mm]\b)?)?(?: ?\\?%)?(?!\w*[_^√])"
 )
 #: A formula on lines of its own.
 _DISPLAYED = re.compile(r"\$\$.+?\$\$|\\\[.+?\\\]", re.S)
-_CLAUSE = re.compile(r"(?i)(?:=|≈|\bis\b|\bare\b|\bequals\b|\bgives?\b|\bget\b|\bhave\b|:)\s*")
+_CLAUSE = re.compile(
+    r"(?i)(?:→|⇒|=|≈|\bis\b|\bare\b|\bequals\b|\bgives?\b|\bget\b|\bhave\b|:(?!\d))\s*"
+)
 _THEREFORE = re.compile(r"(?i)\b(?:so|thus|hence|therefore|then|finally)\b,? *")
 #: "Total cost: "
 _HEAD = re.compile(r"^[A-Za-z]{3,}(?: [A-Za-z]{3,})*: +")
 _AND = re.compile(r"\s*(?:,|;|,?\s*(?:and|or))\s*")
 _REASON = re.compile(r"(?i)\s*(?:,|;|\bbecause\b|\bsince\b|\bas\b|\bnot\b|\()")
+#: What denies the number behind it, or makes it the end of a range.
+_DENIED = re.compile(
+    r"(?i)(?:(?:\bnot|n['’]t|\bcannot|\bnever|\bneither|\bnor|\brather than|\binstead of|≠|"
+    r"\\neq?\b|\bbetween(?: [^ ]{1,20} and)?)(?: be| equal| equal to| exactly| is| just)*|"
+    rf"{BOUND}|{NOT} ?(?:{IS})?)[ *]*\Z"
+)
+_REFUTED = re.compile(
+    r"(?i)\W{0,3}(?:is (?:wrong|incorrect|impossible|not (?:the|right|correct|possible|valid)\b)|"
+    r"(?:does not|doesn['’]t|cannot|can['’]t) (?:work|be (?:right|correct|it|the answer))\b)|"
+    rf"[^\W\d]?(?:{BOUND_BEHIND})"
+)
+#: Calculations that GSM8K's solutions repeat: <<2*3=6>>.
+_CALCULATION = re.compile(r"<<[^<>\n]*>>")
+_ARROW = re.compile(r"(?<=\s)[-=]{1,2}>")
+#: A statement that says only what the answer is not.
+_DENIAL = re.compile(rf"(?i)(?:\w+ly )?(?:not\b(?!.* but )|{NOT})")
 
 
 def _stated(text: str, label: str) -> Iterator[str]:
     """Yield the answer of a text without a box, in one or two spellings."""
     tail = text[-_TAIL:]
-    anchors = list(_ANCHOR.finditer(tail))
+    found = [
+        one for one in _ANCHOR.finditer(tail) if "answer" in one[0].lower() or not denies(one[0])
+    ]
+    statements = (tail[one.end() :].lstrip() for one in found)
+    anchors = [rest for rest in statements if not _DENIAL.match(rest)]
     is_words = isinstance(read_answer(label), Words)
     if anchors:
-        rest = tail[anchors[-1].end() :].lstrip()
+        rest = anchors[-1]
         displayed = _DISPLAYED.match(rest)
         end = _SENTENCE_END.search(rest, displayed.end() if displayed else 0)
         statement = (rest[: end.start()] if end else rest).strip()
@@ -122,18 +153,32 @@ def _stated(text: str, label: str) -> Iterator[str]:
 
 
 def _answers_in(statement: str, is_words: bool) -> Iterator[str]:
-    if re.match(r"(?i)not\b", statement):
-        return
     if _is_whole(statement):
         yield statement
         return
     if is_words:
         yield _REASON.split(statement, maxsplit=1)[0]
         yield statement
-    elif formulas := list(_FORMULA.finditer(statement)):
+    elif formulas := _not_denied(statement, _FORMULA):
         yield _joined(statement, formulas)
-    elif number := _NUMBER.search(statement):
-        yield number[0].strip()
+    elif numbers := _not_denied(statement, _NUMBER):
+        yield _limited(statement, numbers[0].start(), numbers[0].end())
+
+
+def _not_denied(text: str, pattern: re.Pattern[str]) -> list[re.Match[str]]:
+    return [
+        found
+        for found in pattern.finditer(text)
+        if not _DENIED.search(text[max(0, found.start() - 60) : found.start()])
+        and not _REFUTED.match(text, found.end())
+    ]
+
+
+def _limited(text: str, start: int, end: int) -> str:
+    """Return a part of a text with the words that make it a bound: "at least 5"."""
+    before = LIMIT_BEFORE.search(text, max(0, start - 60), start)
+    behind = LIMIT_BEHIND.match(text, end)
+    return text[before.start() if before else start : behind.end() if behind else end].strip()
 
 
 def _joined(text: str, formulas: list[re.Match[str]], from_end: bool = False) -> str:
@@ -146,6 +191,8 @@ def _joined(text: str, formulas: list[re.Match[str]], from_end: bool = False) ->
             break
         run.insert(0 if from_end else len(run), formula)
     contents = [next(group for group in formula.groups() if group is not None) for formula in run]
+    if len(run) == 1 and (limited := _limited(text, run[0].start(), run[0].end())) != run[0][0]:
+        return limited
     names = {
         name[1] for content in contents if (name := re.match(r"\s*([A-Za-z]\w*)\s*=", content))
     }
@@ -155,12 +202,12 @@ def _joined(text: str, formulas: list[re.Match[str]], from_end: bool = False) ->
 
 
 def _last_in(tail: str) -> Iterator[str]:
-    formulas = list(_FORMULA.finditer(tail))
+    formulas = _not_denied(tail, _FORMULA)
     after = tail[formulas[-1].end() :] if formulas else tail
-    if formulas and not _NUMBER.search(after):
+    if formulas and not _not_denied(after, _NUMBER):
         yield _joined(tail, formulas, from_end=True)
         return
-    numbers = list(_NUMBER.finditer(after))
+    numbers = _not_denied(after, _NUMBER)
     sentences = [part for part in _SENTENCE_END.split(after) if part.strip()]
     if sentences:
         sentence = _concluded(_HEAD.sub("", sentences[-1].strip()))
@@ -173,8 +220,11 @@ def _last_in(tail: str) -> Iterator[str]:
             if re.search(r"\d", clause) and not is_prose and _is_whole(clause):
                 yield clause
                 return
+    words = SPELLED_NUMBER.findall(sentences[-1]) if sentences and not numbers else ()
+    if words:
+        yield words[-1]
     if numbers:
-        yield numbers[-1][0].strip()
+        yield _limited(after, numbers[-1].start(), numbers[-1].end())
 
 
 def _concluded(sentence: str) -> str:
@@ -187,7 +237,7 @@ def _concluded(sentence: str) -> str:
 def _is_whole(statement: str) -> bool:
     """Tell whether all of a statement is one mathematical answer, without prose around it."""
     answer = read_answer(statement)
-    return answer is not None and not _has_words(answer)
+    return answer is not None and not _has_words(answer) and not _REFUTED.search(statement)
 
 
 def _has_words(answer: Any) -> bool:

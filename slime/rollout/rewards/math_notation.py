@@ -46,7 +46,7 @@ _SPACES = re.compile(
 _LOOK = re.compile(
     r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|left(?![a-z])|right(?![a-z])|"
     r"[bB]igg?[lrm]?(?![a-z])|"
-    r"middle|boxed(?=\s*$)|mathstrut|strut|,|!|/)\.?"
+    r"middle|boxed(?=\s*$)|mathstrut|strut|checkmark|blacksquare|qed(?:here)?|,|!|/)\.?"
     r"|\\(?:phantom|vphantom|hphantom|label|tag\*?|color)\{[^{}]*\}"
 )
 _DELIMITERS = re.compile(r"\$\$?|\\\(|\\\)|\\\[|\\\](?!\w)")
@@ -62,7 +62,8 @@ _SETS = re.compile(r"\\(?:mathbb|mathbf|Bbb)\s*\{?\s*([RZNQC])\s*\}?")
 _RENAMED = {
     "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "nicefrac": "frac", "sfrac": "frac",
     "dbinom": "binom", "tbinom": "binom", "leq": "le", "leqslant": "le", "geq": "ge",
-    "geqslant": "ge", "neq": "ne", "lt": "<", "gt": ">", "varnothing": "emptyset", "lbrace": r"\{",
+    "geqslant": "ge", "neq": "ne", "nless": "ge", "ngtr": "le",
+    "nleq": ">", "ngeq": "<", "lt": "<", "gt": ">", "varnothing": "emptyset", "lbrace": r"\{",
     "rbrace": r"\}", "lbrack": "[", "rbrack": "]", "lparen": "(", "rparen": ")", "lvert": "|",
     "rvert": "|", "vert": "|", "mid": "|",
     "degree": r"^\circ ", "degrees": r"^\circ ", "textdegree": r"^\circ ", "celsius": r"^\circ C",
@@ -77,7 +78,7 @@ _RENAMED = {
 }  # fmt: skip
 #: A colon in braces, and a LaTeX space written as the colon of a ratio: 3\:2.
 _COLON = re.compile(r"\{:\}|\\(?:math(?:bin|rel|punct)|text)\{ ?: ?\}|(?<=\d)\\:(?=\d{1,2}(?!\d))")
-_COLOUR = re.compile(r"\\(?:text)?color\s*\{[^{}]*\}")
+_COLOUR = re.compile(r"\\(?:text)?color(?:box)?\s*\{[^{}]*\}")
 _SHAPE = re.compile(r"\\(triangle|angle)\s*\{\s*([A-Z]{1,4})\s*\}")
 #: "All reals but" written with a minus.
 _MINUS_SET = re.compile(r"(\\R|[)\]]) *- *(?=\\\{)")
@@ -86,6 +87,10 @@ _CHOOSE = re.compile(r"\{ ?([^{}\\]{1,40}?) ?\\choose(?![A-Za-z]) ?([^{}\\]{1,40
 _OVER = re.compile(r"\{ ?([^{}]{1,80}?) ?\\over(?![A-Za-z]) ?([^{}]{1,80}?) ?\}")
 #: The letter o in place of the degree sign.
 _DEGREE_LETTER = re.compile(r"(?<=\d)\s?\^\s?(?:\{\s?o\s?\}|o(?![A-Za-z]))")
+_OPPOSITES = {
+    "=": r"\ne", "<": r"\ge", ">": r"\le", r"\le": ">", r"\leq": ">", r"\ge": "<", r"\geq": "<",
+}  # fmt: skip
+_NEGATED = re.compile(r"\\not\s*(=|<|>|\\[lg]eq?)(?![A-Za-z])")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _ONLY_LETTERS = re.compile(r"[A-Za-z]+")
 
@@ -107,11 +112,12 @@ def plain_latex(text: str) -> str:
     text = _DEGREE_LETTER.sub(r"^\\circ", text)
     text = re.sub(r"^\*\*|\*\*$|(?<=[.:,])\*\*", "", text.strip(" \t\n`")).strip(" \t\n`")
     text = re.sub(r"(?<=\d)\.{3,4}$", r"\\ldots", text)
+    text = re.sub(r"(?<=\d)['_](?=\d{3}(?!\d))", "", text)  # 1'000, 1_000
     text = re.sub(r"\{,\}", ",,", text)  # a comma that cannot separate: `\d,,\d` is taken out below
     text = re.sub(r"(?<=\d),,(?=\d)", "", text).replace(",,", ",")
     text = re.sub(r"\s+", " ", text).strip()
     text = re.sub(r" *([_^]) *", r"\1", text)
-    text = text.rstrip(".,;:? ")
+    text = text.rstrip(".,;:? ").removesuffix("\\\\").removesuffix("\\").rstrip()
     return re.sub(r"(?<=[A-Za-z]{2})!+$", "", text).rstrip(".,;: ")
 
 
@@ -139,6 +145,8 @@ def _overlined(text: str) -> str:
 
 
 def _without_looks(text: str) -> str:
+    if text.count("$") == 1:
+        text = re.sub(r"(?<!\\)\$(?= ?[\d.])", r"\\$", text)  # an amount, not a formula
     text = text.replace(r"\$", "\x00").replace("\\\\", "\x01")
     text = re.sub(
         r"\\begin\{(?:equation|align|aligned|gathered|split)\*?\}|"
@@ -164,6 +172,7 @@ def _without_looks(text: str) -> str:
         if not count:
             break
     text = _OLD_FONT.sub(" ", text)
+    text = _NEGATED.sub(lambda found: _OPPOSITES[found[1]] + " ", text)
     text = _COMMAND.sub(_renamed, text)
     text = text.replace(r"\%", "%").replace(r"\#", "#").replace(r"\&", " and ").replace(r"\_", "_")
     text = _MINUS_SET.sub(r"\1 \\setminus ", text)

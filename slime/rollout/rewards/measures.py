@@ -35,34 +35,34 @@ class Unit:
 
 #: name(s) of a unit: "factor base^exponent …". Case counts for symbols of one and two letters.
 _TABLE = """
-m meter metre: 1 m
-km kilometer kilometre: 1000 m
+m meter metre 米 公尺: 1 m
+km kilometer kilometre 千米 公里: 1000 m
 dm decimeter decimetre: 1/10 m
-cm centimeter centimetre: 1/100 m
-mm millimeter millimetre: 1/1000 m
+cm centimeter centimetre 厘米 公分: 1/100 m
+mm millimeter millimetre 毫米: 1/1000 m
 µm um micron micrometer micrometre: 1/1000000 m
 nm nanometer nanometre: 1/1000000000 m
 in inch inche: 127/5000 m
 ft foot feet: 381/1250 m
 yd yard: 1143/1250 m
 mi mile: 201168/125 m
-g gram gramme gm: 1/1000 kg
-kg kilogram kilo: 1 kg
+g gram gramme gm 克: 1/1000 kg
+kg kilogram kilo 千克 公斤: 1 kg
 mg milligram: 1/1000000 kg
-tonne: 1000 kg
+tonne 吨: 1000 kg
 ton: 1 ton
 lb lbs pound: 45359237/100000000 kg
 oz ounce: 45359237/1600000000 kg
-s sec secs second: 1 s
+s sec secs second 秒 초: 1 s
 ms millisecond: 1/1000 s
-min mins minute: 60 s
-h hr hrs hour: 3600 s
-day: 86400 s
+min mins minute 分钟 分鐘 분: 60 s
+h hr hrs hour 小时 小時 時間 시간: 3600 s
+day 天 일: 86400 s
 wk week: 604800 s
 month: 1 month
 yr yrs year: 1 year
-L l liter litre: 1/1000 m^3
-mL ml milliliter millilitre cc: 1/1000000 m^3
+L l liter litre 升: 1/1000 m^3
+mL ml milliliter millilitre cc 毫升: 1/1000000 m^3
 cL cl centiliter centilitre: 1/100000 m^3
 gal gallon: 1 gallon
 qt quart: 1/4 gallon
@@ -115,10 +115,10 @@ dollar usd USD $ buck: 1 $
 cent ¢: 1/100 $
 euro EUR €: 1 €
 £ GBP: 1 £
-yen JPY ¥: 1 ¥
+yen JPY ¥ 円: 1 ¥
 rupee ₹ INR: 1 ₹
-yuan RMB CNY: 1 yuan
-degree deg °: 1 degree
+yuan RMB CNY 元 块: 1 yuan
+degree deg ° 度 도: 1 degree
 radian rad: 1 rad
 °C celsiu celsius: 1 °C
 °F fahrenheit: 1 °F
@@ -127,7 +127,11 @@ byte: 8 bit
 KB: 8000 bit
 MB: 8000000 bit
 GB: 8000000000 bit
-unit: 1
+平方米: 1 m^2
+平方厘米: 1/10000 m^2
+立方米: 1 m^3
+立方厘米: 1/1000000 m^3
+unit 个 個 人 名 位 次 件 只 本 张 枚 つ 倍 岁 歳 개 명 번 살 원: 1
 """
 
 
@@ -146,11 +150,13 @@ def _read_table() -> dict[str, Unit]:
 
 
 _UNITS = _read_table()
+#: Letters of scripts that put no blank between words and numbers: Chinese, Japanese, Korean.
+UNSPACED = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _TOKEN = re.compile(
     r"\s*(?:(?P<power>\^\s*\{?\(?\s*(?P<exponent>[-+]?\d)\s*\)?\}?)|(?P<over>/|\bper\b)|"
     r"(?P<open>[({])|(?P<close>[)}])|"
     r"(?P<degree>(?:\^\{?)?\\circ\}?\s*(?P<scale>[CF]\b)?)|(?P<times>\\cdot|\\times|\*|-)|"
-    r"(?P<name>\\\$|\\Omega|\\mu\s*m\b|[$€£¥₹¢%]|[A-Za-zµμΩ]+\.?(?:\d(?!\d))?))"
+    rf"(?P<name>\\\$|\\Omega|\\mu\s*m\b|[$€£¥₹¢%]|[A-Za-zµμΩ]+\.?(?:\d(?!\d))?|[{UNSPACED}]+))"
 )
 _FRACTION = re.compile(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _PREFIXES = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}

@@ -14,6 +14,7 @@ from slime.errors import UserError, a_type
 from slime.prompts.chat_template import REASONING_MARKS
 from slime.rollout.rewards.math_answers import is_text, same_answer
 from slime.rollout.rewards.math_notation import plain_latex
+from slime.rollout.rewards.other_languages import denies, is_denied, stated_choices
 
 
 def last_boxed(text: str) -> str | None:
@@ -495,7 +496,8 @@ def _stated_letters(
     text: str, letters: list[str], texts: dict[str, Any]
 ) -> Iterator[tuple[int, str | None]]:
     """Yield the position and letter of each statement of a choice; None for a statement of several
-    letters."""
+    letters. Those that only name a choice ("Option B is too small") have positions below 0, so that
+    any other one counts before them."""
     for position, start, end in boxed_spans(text):
         inner = text[start:end]
         letter = _letter_of(inner, letters, texts)
@@ -512,13 +514,14 @@ def _stated_letters(
             is_weak = found[0].lower().strip(" ,:") in _WEAK and not stated[2]
             is_negated = _NEGATION.search(text[found.start() : stated[0]])
             is_denied = _DENIED.search(text[: found.start()][-30:])
+            is_named = _NAMED.fullmatch(found[0]) or _DISCUSSED.match(text, stated[0])
             if not (is_weak or is_negated or is_denied):
-                yield stated[0], stated[1]
+                yield stated[0] - (len(text) if is_named else 0), stated[1]
         elif texts and (by_text := _text_after(text, found.end(), texts)):
             yield found.end(), by_text
     after = re.compile(
         rf"(?:(?<![\w'’-])(?:[Oo]ption|[Cc]hoice|[Aa]nswer|"
-        rf"[Ss]tatement)\s+)?(?<![\w'’-])[(*_`\"]*([{group}])[)*_`\"]*\s+"
+        rf"[Ss]tatement)\s+)?(?<![\w'’(*`\"-])[(*_`\"]{{0,4}}([{group}])[)*_`\"]{{0,4}}\s+"
         r"(?:is|must be|has to be|would be|should be)\s+(?:therefore |thus |hence |clearly "
         r"|indeed )?(?:the )?"
         r"(?:only )?(?:correct|right|best|answer|true|final)\b"
@@ -527,8 +530,12 @@ def _stated_letters(
         before = text[max(0, found.start() - 14) : found.start()]
         is_second = re.search(rf"\b[{group}]\)?\s*(?:and|or|,)\s*$", before)
         yield found.start(1), None if is_second else found[1].upper()
+    yield from stated_choices(text, group)
 
 
+#: Statements that only name a choice, and a choice that is discussed.
+_NAMED = re.compile(r"(?i)\W*(?:option|choice|statement|letter)s?\W*")
+_DISCUSSED = re.compile(r"\W*[A-Za-z]\W*\s(?:was|were|has|does|would|could|seems|looks)\b")
 _WEAK = frozenset({
     "therefore", "thus", "hence", "so", "it is", "it's", "that is", "which is", "one is", "matches"
 })  # fmt: skip
@@ -567,7 +574,7 @@ def _letter_after(text: str, start: int, group: str) -> tuple[int, str | None, b
         rf"as)\s*(?:also\s+)?[(\[*_`\"]*([{group}])(?![\w'’-])",
         rest,
     )
-    if _CONTRASTED.match(rest):
+    if _CONTRASTED.match(rest) or is_denied(rest[:40]):
         return None
     if several and several[1].upper() != letter.upper():
         return at, None, True
@@ -580,14 +587,20 @@ _AFTER_A = frozenset([
 ])  # fmt: skip
 
 
+#: What a choice is not: "not red but", ", not red".
+_CONTRAST = re.compile(
+    r"(?i)^\W*not .{1,80}?,? but (?:rather )?|,? (?:and not|not|rather than|instead of) .*$"
+)
+
+
 def _text_after(text: str, start: int, texts: dict[str, Any]) -> str | None:
     gap = re.compile(r"[\s:=*_`\"“$-]*(?:(?:the|is|be)\s+)?").match(text, start)
     assert gap
     for rest in (text[start:], text[gap.end() :]):
         line = re.split(r"\n|[.!?](?:\s|$)|\bbecause\b|\bsince\b", rest.strip(), maxsplit=1)[0]
-        letter = _choice_with_text(line.strip(_MARKS + " :"), texts)
-        if letter:
-            return letter
+        for words in (line, _CONTRAST.sub("", line)):
+            if letter := _choice_with_text(words.strip(_MARKS + " :"), texts):
+                return letter
     return None
 
 
@@ -607,18 +620,23 @@ def _only_letter(text: str, letters: list[str], texts: dict[str, Any]) -> str | 
         rf"[(\[]([{group}{group.lower()}])[)\]]|\*\*\(?([{group}])[).:]?\*\*", text
     ):
         sentence = re.split(r"[.!?\n]\s", text[: found.start()])[-1]
-        if not _NEGATION.search(sentence) and not _CONTRASTED.match(text[found.end() :]):
+        rest = text[found.end() :][:40]
+        if not _NEGATION.search(sentence) and not (_CONTRASTED.match(rest) or is_denied(rest)):
             marked.append((found[1] or found[2]).upper())
     if marked:
         return marked[-1]
     if re.search(rf"\b[{group}]\W+(?:and|or|&|,)?\W*[{group}]\b", text):
         return None
+    last = re.search(rf"[,:=>→⇒]\s*([{group}])[.!]?\s*$", text[-20:])
+    if last and not re.search(r"(?i)n['’]t\b|\b(?:not|never|neither|nor|except|but)\b", text[-80:]):
+        return str(last[1])
     bare = re.findall(
         rf"(?:^|\b(?:is|be|say|think|guess|option|choice|with|pick|"
         rf"choose)\s+)([{group}])(?![\w'’+#-])",
         text.strip(),
     )
-    if len(set(bare) - {"A", "I"}) == 1 and len(text.split()) <= 8 and not _NEGATION.search(text):
+    is_denial = _NEGATION.search(text) or denies(text)
+    if len(set(bare) - {"A", "I"}) == 1 and len(text.split()) <= 8 and not is_denial:
         return next(letter for letter in bare if letter not in "AI")
     if texts and lines:
         there = [letter for letter, choice in texts.items() if _mentions(lines[-1], str(choice))]
