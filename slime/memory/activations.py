@@ -89,7 +89,7 @@ def saved_by_layer(
     share = 1 / layout.tensor if layout.sequence_parallel else 1.0
     width = spec.hidden_size * share
     parts = {"residual": 2 * width * kernels.element}
-    if "layernorm" not in drop:
+    if spec.pre_norms and "layernorm" not in drop:
         outputs = has_input.of_attention + has_input.of_gate_and_up
         parts["norms"] = outputs * width * kernels.element + 2 * kernels.norm(width, share)
     if spec.post_norms:

@@ -238,9 +238,10 @@ def _attention_saved(
         copied = query if groups > 1 else 0.0
         if spec.rotates_first:
             copied = query + key_value / 2  # rotated
-        parts["norms of query and key"] = copied + kernels.norm(
-            (heads + groups) * width, heads + groups
-        )
+        kept = kernels.norm((heads + groups) * width, heads + groups)
+        if spec.wide_qk_norms:
+            kept = 2.0 * FLOAT32_BYTES  # a scale for queries and one for keys
+        parts["norms of query and key"] = copied + kept
     parts["attention output"] = query
     if "core_attn" not in recomputed:
         parts["attention statistics"] = heads * FLOAT32_BYTES

@@ -83,6 +83,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_k": 2,
         "moe_intermediate_size": 48,
     },
+    "gemma3_text": {
+        **DECODER,
+        "model_type": "gemma3_text",
+        "sliding_window": 1024,
+        "query_pre_attn_scalar": 24,
+    },
+    "olmo2": {**DECODER, "model_type": "olmo2"},
     "hunyuan_v1_dense": {**DECODER, "model_type": "hunyuan_v1_dense"},
     "gpt_oss": {**DECODER, "model_type": "gpt_oss", "num_local_experts": 4},
     "deepseek_v3": {**DECODER, **EXPERTS, **LATENT, "model_type": "deepseek_v3"},
@@ -162,7 +169,7 @@ class InputKeepingNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
-        return torch.rms_norm(x, shape, weight, eps)
+        return torch.rms_norm(x.to(weight.dtype), shape, weight, eps).to(x.dtype)
 
 
 class OnePass(torch.autograd.Function):
@@ -197,14 +204,18 @@ def kernels_of_a_gpu() -> Iterator[None]:
     module = types.ModuleType("slime.trainer.kernels.attention_heads")
     module.SplitNormRotate = OnePass  # type: ignore[attr-defined]
     with (
-        patch.object(layers.F, "rms_norm", InputKeepingNorm.apply),
+        patch.object(
+            layers.RMSNorm,
+            "forward",
+            lambda self, x: InputKeepingNorm.apply(x, self.shape, self.factor(), self.eps),
+        ),
         patch.dict(sys.modules, {module.__name__: module}),
         patch.object(
             attention.PackedSelfAttention,
             "_takes_one_pass",
             lambda self, hidden: (
                 not self.config.attention_output_gate
-                and not isinstance(self.q_layernorm, layers.NormOfRotated)
+                and not isinstance(self.q_layernorm, (layers.NormOfRotated, layers.WideNorm))
             ),
         ),
     ):

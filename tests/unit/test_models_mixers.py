@@ -19,7 +19,7 @@ from slime.models.table import shapes_of
 from slime.processes.host import free_port
 from slime.trainer.megatron.backend import MegatronBackend  # noqa: F401  (prepares the host)
 from slime.trainer.megatron.delta_net import PackedGatedDeltaNet
-from slime.trainer.megatron.layers import SwiGLUActivation
+from slime.trainer.megatron.layers import GatedActivation
 from slime.trainer.megatron.model import transformer_config
 from slime.trainer.megatron.parallel import RankInfo
 from tests.support.memory_jobs import FAMILIES as CONFIGS
@@ -81,15 +81,17 @@ def test_megatron_gets_our_parts_in_the_layers_that_have_them() -> None:
             layers = chunk.decoder.layers
             found[name] = [
                 [isinstance(layer.self_attention, PackedGatedDeltaNet) for layer in layers],
-                any(isinstance(module, SwiGLUActivation) for module in chunk.modules()),
+                any(isinstance(module, GatedActivation) for module in chunk.modules()),
             ]
     assert found["qwen3_next"][0] == [True, True, True, False]
     assert not any(found["qwen3"][0])
     assert found["qwen3"][1]
 
 
-@pytest.mark.parametrize(("name", "is_ours"), [("qwen3", True), ("gpt_oss", False)])
-def test_the_activation_of_a_gated_mlp_is_ours_for_silu(name: str, is_ours: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "is_ours"), [("qwen3", True), ("gemma3_text", True), ("gpt_oss", False)]
+)
+def test_the_activation_of_a_gated_mlp_is_ours(name: str, is_ours: bool) -> None:
     config = CONFIGS[name]
     family = next(one for one in FAMILIES if config["model_type"] in one.model_types)
     made = transformer_config(family.model_spec(config), trainer_config())

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.models.activations import gated, quick_gelu
+from slime.models.activations import gated, gelu_tanh, quick_gelu
 from slime.models.rotary import inverse_frequencies
 from slime.trainer.megatron.attention import PackedAttention
 from slime.trainer.megatron.backend import MegatronBackend
-from slime.trainer.megatron.layers import ClampedGLU, SwiGLU, WideNorm
+from slime.trainer.megatron.layers import ClampedGLU, GatedUnit, WideNorm
 from slime.trainer.megatron.optimizer import apply_gradients, build_schedule, set_run_length
 from slime.trainer.megatron.packed import PackingOptions, pack
 from slime.trainer.records import RolloutTensors
@@ -282,7 +282,8 @@ def test_gradients_of_gated_activations_are_those_of_their_formulas(limit: float
     direction = torch.arange(1.0, 9.0, dtype=torch.float64).view(2, 4)
     for ours, theirs in (
         (ClampedGLU.apply(x, limit, 0.75), gated(a, b, quick_gelu, limit, 0.75)),
-        (SwiGLU.apply(x), torch.nn.functional.silu(a) * b),
+        (GatedUnit.apply(x, torch.nn.functional.silu), torch.nn.functional.silu(a) * b),
+        (GatedUnit.apply(x, gelu_tanh), gelu_tanh(a) * b),
     ):
         assert torch.allclose(ours, theirs)
         (found,) = torch.autograd.grad(ours, x, direction, retain_graph=True)

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from slime.models.activations import quick_gelu
-from slime.trainer.megatron.layers import ClampedGLU, SwiGLU, leave_as_it_is
+from slime.trainer.megatron.layers import ClampedGLU, GatedUnit, leave_as_it_is
 
 
 class GroupedExperts(MegatronModule):
@@ -97,7 +97,7 @@ class GroupedExperts(MegatronModule):
         if config.gated_linear_unit and config.activation_func is torch.nn.functional.silu:
             if hidden.device.type == "cuda":  # torch.compile fuses Megatron's expression there
                 return weighted_bias_swiglu_impl(hidden, None, weights)
-            activated = SwiGLU.apply(hidden)
+            activated = GatedUnit.apply(hidden, config.activation_func)
         elif config.gated_linear_unit and config.activation_func is quick_gelu:
             activated = ClampedGLU.apply(
                 hidden, config.activation_func_clamp_value, config.glu_linear_offset

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from slime.models.activations import QUICK_GELU_SLOPE, gated, quick_gelu
+from slime.models.activations import QUICK_GELU_SLOPE, gated, gelu_tanh, quick_gelu
 from slime.models.spec import ModelSpec
 from slime.trainer.megatron import device
 
@@ -102,12 +102,7 @@ class WideNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, heads of this rank, dim] → the same shape."""
-        wide = x.flatten(-2).float()
-        squares = wide.square().sum(dim=-1, keepdim=True)
-        if self.group.size() > 1:
-            squares = _SumOverRanks.apply(squares, self.group)
-        normed = wide * torch.rsqrt(squares / self.width + self.eps)
-        return (self.weight * normed).to(x.dtype).view_as(x)
+        return _WideNormFunction.apply(x, self.weight, self.width, self.eps, self.group)
 
     def sharded_state_dict(
         self,
@@ -121,22 +116,37 @@ class WideNorm(torch.nn.Module):
         )
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """The sum over all ranks. Each rank uses it for its own shard, so gradients are summed too."""
+class _WideNormFunction(torch.autograd.Function):
+    """The norm of ``x`` [..., heads of this rank, dim] over ``width`` entries on all ranks of
+    ``group``; saves its input, which is part of a product that is kept anyway."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, width: int, eps: float, group: dist.ProcessGroup
+    ) -> Tensor:
+        wide = x.flatten(-2).float()
+        squares = _sum_over_ranks(wide.square().sum(dim=-1, keepdim=True), group)
+        scale = torch.rsqrt(squares / width + eps)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.width = width
         ctx.group = group
-        return _summed(x, group)
+        return (weight * (wide * scale)).to(x.dtype).view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        x, weight, scale = ctx.saved_tensors
+        grad = grad.flatten(-2).float()
+        normed = x.flatten(-2).float() * scale
+        grad_weight = (grad * normed).flatten(0, -2).sum(dim=0).to(weight.dtype)
+        grad = grad * weight
+        shared = _sum_over_ranks((grad * normed).sum(dim=-1, keepdim=True), ctx.group)
+        grad_x = (grad - normed * (shared / ctx.width)).mul_(scale)
+        return grad_x.to(x.dtype).view_as(x), grad_weight, None, None, None
 
 
-def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    x = x.clone()
-    dist.all_reduce(x, group=group)
+def _sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if group.size() > 1:
+        dist.all_reduce(x, group=group)
     return x
 
 
@@ -156,27 +166,36 @@ def with_bias(linear: type) -> type:
     return Biased
 
 
-class SwiGLU(torch.autograd.Function):
-    """silu(a) · b for ``x = [a | b]``; saves only ``x`` for the backward pass.
+#: Activation → its backward pass: (gradient of the output, input, grad_input=).
+_BACKWARD: dict[Callable[[Tensor], Tensor], Callable[..., Any]] = {
+    F.silu: torch.ops.aten.silu_backward.grad_input,
+    gelu_tanh: functools.partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
+}
 
-    The plain expression also saves silu(a), and writes the two halves of the gradient twice.
+
+class GatedUnit(torch.autograd.Function):
+    """activation(a) · b for ``x = [a | b]``, with SiLU or the tanh approximation of GELU; saves
+    only ``x`` for the backward pass.
+
+    The plain expression also saves activation(a), and writes the two halves of the gradient twice.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.save_for_backward(x)
+        ctx.activation = activation
         a, b = x.chunk(2, dim=-1)
-        return F.silu(a).mul_(b)
+        return activation(a).mul_(b)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         a, b = x.chunk(2, dim=-1)
         grad_x = torch.empty_like(x)
         grad_a, grad_b = grad_x.chunk(2, dim=-1)
-        torch.mul(grad, F.silu(a), out=grad_b)
-        torch.ops.aten.silu_backward.grad_input(grad * b, a, grad_input=grad_a)
-        return grad_x
+        torch.mul(grad, ctx.activation(a), out=grad_b)
+        _BACKWARD[ctx.activation](grad * b, a, grad_input=grad_a)
+        return grad_x, None
 
 
 class ClampedGLU(torch.autograd.Function):
@@ -204,16 +223,22 @@ class ClampedGLU(torch.autograd.Function):
         return torch.cat([grad_a, grad_b], dim=-1), None, None
 
 
-class SwiGLUActivation(torch.nn.Module):
+class GatedActivation(torch.nn.Module):
     """The activation of a gated MLP on ``[gate | up]``, as a module in Megatron's layer spec."""
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__()
+        self.activation = config.activation_func
+
+    @staticmethod
+    def takes(activation: Callable[[Tensor], Tensor]) -> bool:
+        return activation in _BACKWARD
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cuda":  # Megatron's expression, which torch.compile fuses there
+        if x.device.type == "cuda" and self.activation is F.silu:
+            # Megatron's expression, which torch.compile fuses there
             return bias_swiglu_impl(x, None, False, False)
-        return SwiGLU.apply(x)
+        return GatedUnit.apply(x, self.activation)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Return {}; Megatron's MLP calls this method of each submodule."""

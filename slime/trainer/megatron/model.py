@@ -53,9 +53,9 @@ from slime.trainer.megatron.attention import PackedAttention, PackedSelfAttentio
 from slime.trainer.megatron.embedder import add_levels, embed_images, local_rows
 from slime.trainer.megatron.layers import (
     Embedding,
+    GatedActivation,
     NormOfRotated,
     RMSNorm,
-    SwiGLUActivation,
     WideNorm,
     change_outputs,
     leave_as_it_is,
@@ -486,7 +486,7 @@ def put_in_parts(
         if isinstance(parts.mlp, ModuleSpec) and parts.mlp.module is MLP:
             mlp = parts.mlp.submodules
             if config.use_te_activation_func:
-                mlp.activation_func = SwiGLUActivation
+                mlp.activation_func = GatedActivation
             if spec.mlp_bias:
                 mlp.linear_fc1 = with_bias(mlp.linear_fc1)
                 mlp.linear_fc2 = with_bias(mlp.linear_fc2)
@@ -523,12 +523,6 @@ def transformer_config(
     described = merge_transformer(spec.transformer_kwargs(), given)
     acting = {name: described[name] for name in given if name in described}
     arguments = {**described, **_trainer_arguments(spec, config, initialise), **acting}
-    if (
-        spec.activation == "silu"
-        and arguments.get("gated_linear_unit")
-        and not arguments.get("add_bias_linear")
-    ):
-        arguments["use_te_activation_func"] = True  # the slot that `SwiGLUActivation` fills
     arguments.update(expert_arguments(arguments))
     mixer = mixer_of(spec.transformer, 0)
     # Megatron refuses the bias with softmax scores; `slime.trainer.megatron.moe_router` supports it
@@ -536,6 +530,12 @@ def transformer_config(
     config_class = pkgutil.resolve_name(mixer.megatron_config)
     made: TransformerConfig = config_class(**arguments | mixer.megatron_overrides)
     made.moe_router_enable_expert_bias = has_bias
+    # Megatron's slot for another module, which it refuses for activations that are not TE's
+    made.use_te_activation_func = (
+        made.gated_linear_unit
+        and not made.add_bias_linear
+        and GatedActivation.takes(made.activation_func)
+    )
     return made
 
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from slime.trainer.expert_rules import check_experts
 from slime.trainer.megatron.experts import GroupedExperts
-from slime.trainer.megatron.layers import SwiGLUActivation
+from slime.trainer.megatron.layers import GatedActivation
 from slime.trainer.megatron.moe_dispatch import ExpertPlace, dispatch
 from slime.trainer.megatron.moe_router import Router, Routing
 
@@ -112,7 +112,7 @@ def expert_layer_spec(
     shared = MLPSubmodules(
         linear_fc1=backend.column_parallel_linear(),
         linear_fc2=backend.row_parallel_linear(),
-        activation_func=SwiGLUActivation if config.use_te_activation_func else None,
+        activation_func=GatedActivation if config.use_te_activation_func else None,
     )
     parts = MoESubmodules(
         experts=ModuleSpec(module=GroupedExperts, params={"biases": biases}),
