@@ -86,9 +86,9 @@ class RankActor:
         if self.backend is not None:
             self.backend.close()
 
-    def _shard(self, shards: Sequence[ray.ObjectRef]) -> TrainBatch:
-        """Fetch only this rank's shard of a rollout."""
-        return ray.get(shards[self.backend.data_parallel_rank])
+    def _shard(self, shards: Sequence[ray.ObjectRef], replica: int | None = None) -> TrainBatch:
+        """Fetch only this rank's shard of a rollout, or that of another data-parallel rank."""
+        return ray.get(shards[self.backend.data_parallel_rank if replica is None else replica])
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context that explains out-of-memory errors."""

@@ -207,7 +207,7 @@ class TrainerActor(RankActor):
         batch = self._shard(shards)
         of_critic: TrainBatch | None = None
         if critic_shards:
-            of_critic = ray.get(critic_shards[self.backend.critic.ranks.replica])
+            of_critic = self._shard(critic_shards, self.backend.critic.ranks.replica)
         return self._trained(lambda: self.backend.train(batch, of_critic))
 
     def score(self, shards: list[ray.ObjectRef]) -> None:
