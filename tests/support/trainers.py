@@ -66,6 +66,11 @@ def whole_gradients(backend: Any, batch: TrainBatch, named: Any) -> dict[str, Te
     put together, and the exporter turns them into Hugging Face tensors, standing in for the
     weights."""
     gradients(backend, batch)
+    return gathered_gradients(backend, named)
+
+
+def gathered_gradients(backend: Any, named: Any) -> dict[str, Tensor]:
+    """`whole_gradients` of the pass that was made last."""
     chunks = backend.model_chunks
     for chunk in chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
