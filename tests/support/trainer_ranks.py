@@ -38,7 +38,7 @@ VOCAB = 97
 
 
 def tiny_spec(
-    *, tie: bool = True, qk_norm: bool = True, padded: int = 100, layers: int = 4
+    *, tie: bool = True, qk_norm: bool = True, padded: int = 100, layers: int = 2
 ) -> ModelSpec:
     """A Llama or Qwen3 of a few thousand parameters whose vocabulary of 97 is padded to
     ``padded``."""

@@ -265,7 +265,7 @@ def test_flags_that_describe_the_model_are_compared_with_its_config(
 ) -> None:
     words = ("hf-to-megatron", *MODEL_ARGS, "--hf-checkpoint", model, "--save", tmp_path / "ckpt")
     for more, said in [
-        (("--num-layers", 5), "--num-layers 5, but it is 4"),
+        (("--num-layers", 5), "--num-layers 5, but it is 2"),
         (("--lr", "1e-6"), "slime convert does not know --lr"),
         (("--num-layer", 4), "--num-layer"),
     ]:

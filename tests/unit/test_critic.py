@@ -379,7 +379,7 @@ def test_taking_turns_changes_no_number() -> None:
 
 
 def test_a_critic_of_experts_routes_and_balances_by_itself(tmp_path: Path) -> None:
-    save_tiny("qwen3_moe", tmp_path)
+    save_tiny("qwen3_moe", tmp_path, layers=2)
     backend = trainer(
         **PPO,
         hf_checkpoint=str(tmp_path),
@@ -441,7 +441,7 @@ def test_a_critic_starts_from_a_reward_model(kind: str, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
     (tmp_path / "policy").mkdir()
-    save_tiny(kind, tmp_path / "policy")
+    save_tiny(kind, tmp_path / "policy", layers=2)
     classifier = AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "policy", num_labels=1, dtype=torch.float32
     )

@@ -246,7 +246,7 @@ def test_any_two_layouts_give_the_numbers_of_a_critic_on_the_policys_ranks(
 
 
 def test_its_experts_are_spread_as_its_flags_say(ranks: Pools, tmp_path: Path) -> None:
-    save_tiny("qwen3_moe", tmp_path)
+    save_tiny("qwen3_moe", tmp_path, layers=2)
     flags = {"hf_checkpoint": str(tmp_path), "critic_lr": 0.01}
     [alone] = ranks.run(1, shared_job, flags, batches_for(1), 3)
     spread = {"critic_expert_tensor_parallel_size": 1}
