@@ -26,7 +26,11 @@ def trainer(layers: int = 2, **flags: Any) -> MegatronBackend:
     backend = MegatronBackend(trainer_config(**flags), RankInfo(0, 1, 0, "127.0.0.1", free_port()))
     try:
         backend.setup(
-            **({} if "hf_checkpoint" in flags else {"spec": tiny_spec(layers=layers), "initialise": True})
+            **(
+                {}
+                if "hf_checkpoint" in flags
+                else {"spec": tiny_spec(layers=layers), "initialise": True}
+            )
         )
     except BaseException:
         backend.close()

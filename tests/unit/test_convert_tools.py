@@ -253,7 +253,7 @@ def test_scripts_explain_themselves_without_torch(script: str) -> None:
 
 
 MODEL_ARGS = """
-    --swiglu --num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --kv-channels 8 --vocab-size 97 \
+    --swiglu --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --kv-channels 8 --vocab-size 97 \
 --rotary-base 1000
     --use-rotary-position-embeddings --disable-bias-linear --normalization RMSNorm \
 --norm-epsilon 1e-5 --qk-layernorm

@@ -172,7 +172,15 @@ def numbers(metrics: dict[str, float]) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
-    save_tiny("qwen3", directory)
+    save_tiny("qwen3", directory, layers=2)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With layers for the virtual stages of two ranks."""
+    directory = tmp_path_factory.mktemp("deep")
+    save_tiny("qwen3", directory, layers=4)
     return directory
 
 
@@ -211,16 +219,6 @@ def shared_job(
 TRAINED = {"all layers": {}, "adapters": {"lora_rank": 2}}
 
 
-@pytest.fixture(scope="module")
-def shared(ranks: Pools, model: Path) -> dict[str, Any]:
-    """By what is trained: three rollouts of one process with both."""
-    found = {}
-    for trained, more in TRAINED.items():
-        flags = {"hf_checkpoint": str(model), **more}
-        [found[trained]] = ranks.run(1, shared_job, flags, batches_for(1), 3)
-    return found
-
-
 @pytest.mark.parametrize(
     ("policy", "critic", "trained"),
     [
@@ -230,10 +228,11 @@ def shared(ranks: Pools, model: Path) -> dict[str, Any]:
     ],
 )
 def test_any_two_layouts_give_the_numbers_of_a_critic_on_the_policys_ranks(
-    policy: Any, critic: Any, trained: str, ranks: Pools, model: Path, shared: dict[str, Any]
+    policy: Any, critic: Any, trained: str, ranks: Pools, model: Path, deep: Path
 ) -> None:
-    flags = {"hf_checkpoint": str(model), **TRAINED[trained]}
-    alone = shared[trained]
+    is_virtual = VIRTUAL.items() <= policy[2].items()
+    flags = {"hf_checkpoint": str(deep if is_virtual else model), **TRAINED[trained]}
+    [alone] = ranks.once(1, shared_job, flags, batches_for(1), 3)  # one process with both
     found, values = together(ranks, policy, critic, 3, **flags)
     assert_same(found, alone["metrics"])
     for one, theirs in zip(values, alone["values"], strict=True):

@@ -98,7 +98,9 @@ def _layers(layout: str) -> dict[str, Any]:
 def test_every_layout_loads_and_exports_the_same(
     pool: RankPool, tmp_path: Path, layout: str, tied: bool
 ) -> None:
-    model = jobs.make_model(tmp_path / "model", "qwen2", **_layers(layout), tie_word_embeddings=tied)
+    model = jobs.make_model(
+        tmp_path / "model", "qwen2", **_layers(layout), tie_word_embeddings=tied
+    )
     original = load_file(model / "model.safetensors")
     for there in pool.run(jobs.load_and_export, model, layout):
         assert list(there) == list(pool_order(there))
