@@ -236,8 +236,8 @@ def layout_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> d
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory, ranks: Pools) -> Callable[[str, int], Any]:
-    """By model and number of layers: flags with a critic whose adapters and head are not 0, and what one process makes
-    of it."""
+    """By model and number of layers: flags with a critic whose adapters and head are not 0, and
+    what one process makes of it."""
 
     @functools.cache
     def of(name: str, layers: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -75,7 +75,8 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, ranks: Pools) -> Callable[..., Any]:
-    """By family and number of layers: the flags, the whole batch, and what one process computes on it."""
+    """By family and number of layers: the flags, the whole batch, and what one process computes on
+    it."""
 
     @functools.cache
     def of(kind: str, layers: int = 4) -> Any:
