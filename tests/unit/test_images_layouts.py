@@ -46,12 +46,6 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "EP2": (EP2 | ETP1, HALVES),
     "TP2+SP, recompute": (TP2 | SP | RECOMPUTE, []),
 }
-#: Of decoders whose layers differ: one layer of each sort.
-LAYERS: dict[str, Any] = {
-    "qwen3_5": {"layer_types": ["linear_attention", "full_attention"]},
-    "qwen3_5_moe": {"layer_types": ["linear_attention", "full_attention"]},
-    "gemma3": {"layer_types": ["sliding_attention", "full_attention"]},
-}
 #: The softmax of attention cancels what a bias of the keys adds: its gradient is rounding.
 ROUNDING = "attn.k_proj.bias"
 #: Prefixes of a tower's tensors.
@@ -81,12 +75,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, ranks: Pools) -> Callable[..
     @functools.cache
     def of(kind: str, layers: int = 4) -> Any:
         directory = tmp_path_factory.mktemp(kind)
-        sorts = {"qwen3_5": "linear_attention", "gemma3": "sliding_attention"}
-        sorts["qwen3_5_moe"] = sorts["qwen3_5"]
-        fewer: dict[str, Any] = {"num_hidden_layers": layers}
-        if kind in sorts:
-            fewer["layer_types"] = [sorts[kind], "full_attention"]
-        save_seeing(directory, kind, **({} if layers == 4 else fewer))
+        save_seeing(directory, kind, layers=layers)
         batch = batch_of(ImageReader(directory), [[0, 1, 2], [3, 4, 5]])
         flags = {"hf_checkpoint": str(directory), **IMAGES}
         [found] = ranks.run(1, parity_job, flags, [batch])
