@@ -29,7 +29,7 @@ from slime.models.spec import ModelSpec
 from slime.processes.garbage import freeze_gc
 from slime.processes.host import free_port
 from slime.samples.batch import StepPlan, TrainBatch
-from tests.support.gloo_loop import share_gloo_loop
+from tests.support.gloo_loop import end_gloo_loop, share_gloo_loop
 
 JOB_DEADLINE = 120.0
 #: That `Pools.once` keeps.
@@ -409,5 +409,6 @@ def _serve(pipe: Connection, rank: int, size: int) -> None:
             result = (False, traceback.format_exc())
         finally:
             shut_down()
+            end_gloo_loop()
             gc.collect()  # groups are in cycles, and each has threads
         pipe.send(result)
