@@ -3,6 +3,7 @@ this process."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -17,6 +18,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Doctor warns of it, and every launch of a test would compile what it imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# What is imported stays. Until all tests are collected, each search for garbage would look through
+# ever more of it.
+gc.disable()
 
 import hypothesis
 import pytest
@@ -52,6 +57,7 @@ def pytest_collection_finish() -> None:
     """Thousands of tests stay to the end, and a collection that visits them takes half a second. A
     tenth of the time of all tests went into collections after every 700 new objects."""
     freeze_gc(many_samples=True)
+    gc.enable()
 
 
 @pytest.fixture
