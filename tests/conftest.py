@@ -19,10 +19,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Doctor warns of it, and every launch of a test would compile what it imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# What is imported stays. Until all tests are collected, each search for garbage would look through
-# ever more of it.
-gc.disable()
-
 import hypothesis
 import pytest
 from hypothesis.internal.conjecture import providers
@@ -33,6 +29,10 @@ from tests.support import toy
 from tests.support.forks import servers_as_forks
 from tests.support.processes import Driver, StartHeld, start
 from tests.support.runs import GRPO, Run, RunResult
+
+#: What is imported stays. Until all tests are collected, each search for garbage would look through
+#: ever more of it.
+gc.disable()
 
 #: How long an example takes says more of the machine than of the code. The same examples in each
 #: `make test`: a change fails by what it does. `make test-full` draws others.
