@@ -275,7 +275,12 @@ def _fork_server(path: str, argv: Sequence[str], kept: Sequence[int]) -> int:
             if int(name) > 2 and int(name) not in kept:
                 with contextlib.suppress(OSError):
                     os.close(int(name))
-        logging.getLogger().handlers.clear()  # of pytest; one writes to a descriptor that is closed
+        for logger in (logging.getLogger(), *logging.Logger.manager.loggerDict.values()):
+            handlers = getattr(logger, "handlers", [])
+            # one of pytest's writes to a descriptor that is closed
+            handlers[:] = [
+                one for one in handlers if not type(one).__module__.startswith("_pytest")
+            ]
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  (pytest's were closed)
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
         faulthandler.enable()
