@@ -3,6 +3,7 @@ this process."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -29,6 +30,10 @@ from tests.support.forks import servers_as_forks
 from tests.support.processes import Driver, StartHeld, start
 from tests.support.runs import GRPO, Run, RunResult
 
+#: What is imported stays. Until all tests are collected, each search for garbage would look through
+#: ever more of it.
+gc.disable()
+
 #: How long an example takes says more of the machine than of the code. The same examples in each
 #: `make test`: a change fails by what it does. `make test-full` draws others.
 #: One failure is enough: the search for others took ten minutes in a process with all tests.
@@ -52,6 +57,7 @@ def pytest_collection_finish() -> None:
     """Thousands of tests stay to the end, and a collection that visits them takes half a second. A
     tenth of the time of all tests went into collections after every 700 new objects."""
     freeze_gc(many_samples=True)
+    gc.enable()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import os
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import Store, distributed_c10d
+from torch.distributed import ProcessGroup, Store, distributed_c10d
 
 _Gloo: Any = distributed_c10d.ProcessGroupGloo
 
@@ -31,6 +31,18 @@ class _OnSharedLoop(type):
 
 class _SharedGloo(metaclass=_OnSharedLoop):
     pass
+
+
+def end_gloo_loop() -> None:
+    """Let the loop end with the groups on it, all of which were left; the next group has another.
+    Idle, its thread would wake up a hundred times a second.
+    """
+    from megatron.core import parallel_state
+
+    for name, value in vars(parallel_state).items():
+        if isinstance(value, ProcessGroup):  # `destroy_model_parallel` forgets two of them
+            setattr(parallel_state, name, None)
+    _loop.cache_clear()
 
 
 def share_gloo_loop() -> None:

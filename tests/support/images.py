@@ -96,6 +96,7 @@ def save_seeing(
     directory: Path,
     kind: str = "qwen3_vl",
     tokens: Sequence[int] = (START, END, PAD),
+    layers: int | None = None,
     **text: Any,
 ) -> torch.nn.Module:
     """A random model whose every parameter matters, with its image processor: a token is 8 x 8
@@ -103,8 +104,12 @@ def save_seeing(
 
     Args:
         tokens: before and behind an image, and its placeholder.
+        layers: of the decoder; default: one of each sort, and one behind those that add features
+            of images.
     """
     config_class, decoder, tower = SEEING[kind]
+    fewest = 3 if "deepstack_visual_indexes" in tower else 2
+    text = {**first_layers(decoder, layers or fewest), **text}
     if kind == "gemma3":
         return _save_gemma(directory, tokens, text)
     config = config_class(
@@ -124,6 +129,15 @@ def save_seeing(
         image_std=[0.5] * 3,
     ).save_pretrained(directory)
     return model
+
+
+def first_layers(decoder: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Fields of a decoder of so many layers; the first are one of each sort."""
+    sorts = [*dict.fromkeys(decoder.get("layer_types", ()))]
+    found: dict[str, Any] = {"num_hidden_layers": layers}
+    if sorts and layers < len(decoder["layer_types"]):
+        found["layer_types"] = (sorts * layers)[:layers]
+    return found
 
 
 def _save_gemma(directory: Path, tokens: Sequence[int], text: dict[str, Any]) -> torch.nn.Module:

@@ -28,13 +28,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pipeline_model_parallel_size": 2},
     "pp2+vpp2": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
 }
+#: That all of them can have, for `make_model`.
+FOUR_LAYERS = {"num_hidden_layers": 4}
 
 
 def make_model(directory: Path, family: str = "qwen3", **changes: Any) -> Path:
     """A Hugging Face directory with random weights whose logits are neither flat nor extreme."""
     shape = {
         "vocab_size": 97,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 2,
         "hidden_size": 32,
         "intermediate_size": 48,
         "head_dim": 8,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slime.samples.batch import TrainBatch
 from tests.support.trainer_ranks import trainer_config
-from tests.support.trainers import whole_gradients
+from tests.support.trainers import gathered_gradients, whole_gradients
 
 TEMPERATURE = 0.8
 TOLERANCE = 1e-5
@@ -57,7 +57,14 @@ def parity_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> d
         return {name: tensor.clone() for name, tensor in source.tensors()}
 
     log_probs, entropies = _scores(backend, batch)
-    gradients = whole_gradients(backend, batch, named)
+    gradients: dict[str, Tensor] = {}
+    apply = backend.optim_step
+
+    def optim_step(*args: Any, **kwargs: Any) -> Any:
+        gradients.update(gradients or gathered_gradients(backend, named))  # of the first step
+        return apply(*args, **kwargs)
+
+    backend.optim_step = optim_step
     metrics = [backend.train(batch) for _ in range(2)]
     return {
         "samples": batch.sample_indices,

@@ -514,23 +514,41 @@ WITH_IMAGES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
-def save_tiny(kind: str, directory: Path) -> torch.nn.Module:
+def save_tiny(kind: str, directory: Path, layers: int | None = None) -> torch.nn.Module:
     """A random transformers model whose every parameter and buffer matters, saved to
-    ``directory``."""
+    ``directory``.
+
+    Args:
+        layers: default: as many as the kind has, 4. With fewer, every sort of layer is still there.
+    """
     if kind in LLAMA_LIKE:
         config_class, extra = LLAMA_LIKE[kind]
-        return save_random(config_class(**{**SMALL, **extra}), directory, scale=5)
+        fields = _with_layers(config_class, {**SMALL, **extra}, layers)
+        return save_random(config_class(**fields), directory, scale=5)
     if kind in WITH_IMAGES:
         config_class, text, tower = WITH_IMAGES[kind]
         tied = text.get("tie_word_embeddings", kind == "gemma3")  # of which no other exists
         inner = {**SHAPE, **text, "tie_word_embeddings": tied}
+        if layers is not None:
+            inner["num_hidden_layers"] = layers
         config = config_class(text_config=inner, vision_config=tower, tie_word_embeddings=tied)
         return save_random(config, directory, scale=8)
     config_class, extra = OTHER_FAMILIES[kind]
+    fields = _with_layers(config_class, {**SHAPE, **extra}, layers)
     # the norm behind a gated delta net makes the most of rounding as it is
-    return save_random(
-        config_class(**{**SHAPE, **extra}), directory, scale=3 if kind in HYBRIDS else 8
-    )
+    return save_random(config_class(**fields), directory, scale=3 if kind in HYBRIDS else 8)
+
+
+def _with_layers(config_class: type, fields: dict[str, Any], layers: int | None) -> dict[str, Any]:
+    """The fields with ``layers`` layers, of which the first are one of each sort."""
+    if layers is None:
+        return fields
+    config = config_class(**fields)
+    shorter = {**fields, "num_hidden_layers": layers}
+    for name in ("layer_types", "no_rope_layers", *({"mlp_layer_types"} & fields.keys())):
+        if sorts := [*dict.fromkeys(getattr(config, name, None) or ())]:
+            shorter[name] = (sorts * layers)[:layers]
+    return shorter
 
 
 #: Of `save_moe`: experts of a layer, and how many of them a token passes.

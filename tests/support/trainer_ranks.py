@@ -29,7 +29,7 @@ from slime.models.spec import ModelSpec
 from slime.processes.garbage import freeze_gc
 from slime.processes.host import free_port
 from slime.samples.batch import StepPlan, TrainBatch
-from tests.support.gloo_loop import share_gloo_loop
+from tests.support.gloo_loop import end_gloo_loop, share_gloo_loop
 
 JOB_DEADLINE = 120.0
 #: That `Pools.once` keeps.
@@ -38,7 +38,7 @@ VOCAB = 97
 
 
 def tiny_spec(
-    *, tie: bool = True, qk_norm: bool = True, padded: int = 100, layers: int = 4
+    *, tie: bool = True, qk_norm: bool = True, padded: int = 100, layers: int = 2
 ) -> ModelSpec:
     """A Llama or Qwen3 of a few thousand parameters whose vocabulary of 97 is padded to
     ``padded``."""
@@ -275,7 +275,12 @@ def _fork_server(path: str, argv: Sequence[str], kept: Sequence[int]) -> int:
             if int(name) > 2 and int(name) not in kept:
                 with contextlib.suppress(OSError):
                     os.close(int(name))
-        logging.getLogger().handlers.clear()  # of pytest; one writes to a descriptor that is closed
+        for logger in (logging.getLogger(), *logging.Logger.manager.loggerDict.values()):
+            handlers = getattr(logger, "handlers", [])
+            # one of pytest's writes to a descriptor that is closed
+            handlers[:] = [
+                one for one in handlers if not type(one).__module__.startswith("_pytest")
+            ]
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  (pytest's were closed)
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
         faulthandler.enable()
@@ -409,5 +414,6 @@ def _serve(pipe: Connection, rank: int, size: int) -> None:
             result = (False, traceback.format_exc())
         finally:
             shut_down()
+            end_gloo_loop()
             gc.collect()  # groups are in cycles, and each has threads
         pipe.send(result)

@@ -20,13 +20,17 @@ from tests.support.trainer_ranks import make_batch, shard, tiny_spec, trainer_co
 LOSS = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3", "entropy_coef": 0.01}
 
 
-def trainer(**flags: Any) -> MegatronBackend:
+def trainer(layers: int = 2, **flags: Any) -> MegatronBackend:
     """One rank in this process, with the model of ``hf_checkpoint``, or else a random one of
-    `tiny_spec`."""
+    `tiny_spec` with ``layers``."""
     backend = MegatronBackend(trainer_config(**flags), RankInfo(0, 1, 0, "127.0.0.1", free_port()))
     try:
         backend.setup(
-            **({} if "hf_checkpoint" in flags else {"spec": tiny_spec(), "initialise": True})
+            **(
+                {}
+                if "hf_checkpoint" in flags
+                else {"spec": tiny_spec(layers=layers), "initialise": True}
+            )
         )
     except BaseException:
         backend.close()
@@ -66,6 +70,11 @@ def whole_gradients(backend: Any, batch: TrainBatch, named: Any) -> dict[str, Te
     put together, and the exporter turns them into Hugging Face tensors, standing in for the
     weights."""
     gradients(backend, batch)
+    return gathered_gradients(backend, named)
+
+
+def gathered_gradients(backend: Any, named: Any) -> dict[str, Tensor]:
+    """`whole_gradients` of the pass that was made last."""
     chunks = backend.model_chunks
     for chunk in chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:

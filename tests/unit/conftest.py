@@ -11,9 +11,12 @@ import pytest
 
 from slime import log
 from slime.processes.garbage import freeze_gc
+from slime.trainer.megatron import device
 from tests.support.gloo_loop import share_gloo_loop
 from tests.support.trainer_ranks import Pools, fork_rank_server
 
+# as a trainer does before anything imports megatron, which many modules of tests do
+device.install()
 share_gloo_loop()
 
 #: A trainer has 43.

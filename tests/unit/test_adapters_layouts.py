@@ -3,7 +3,8 @@ adapters after two steps, in float32."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -85,37 +86,35 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Flags of each model with an adapter whose B is not zero."""
-    found = {}
-    for name, (family, flags) in MODELS.items():
+def alone(tmp_path_factory: pytest.TempPathFactory, ranks: Pools) -> Callable[[str, int], Any]:
+    """By model and number of layers: flags with an adapter whose B is not zero, and what one
+    process computes."""
+
+    @functools.cache
+    def of(name: str, layers: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        family, more = MODELS[name]
         directory = tmp_path_factory.mktemp("model")
-        save_tiny(family, directory)
-        lora = {"lora_rank": 4, "lora_alpha": 8.0, **flags}
+        save_tiny(family, directory, layers)
+        lora = {"lora_rank": 4, "lora_alpha": 8.0, **more}
         random_adapter(directory, directory / "adapter", **lora)
         path = {"hf_checkpoint": str(directory), "lora_adapter_path": str(directory / "adapter")}
-        found[name] = path | lora
-    return found
+        [found] = ranks.run(1, parity_job, path | lora, [make_batch(MICRO_BATCHES)])
+        return path | lora, found
 
-
-@pytest.fixture(scope="module")
-def singles() -> dict[str, Any]:
-    return {}
+    return of
 
 
 @pytest.mark.parametrize(("model", "layout"), list(cases()))
 def test_a_layout_trains_adapters_to_the_numbers_of_one_process(
-    model: str, layout: str, ranks: Pools, made: dict[str, Any], singles: dict[str, Any]
+    model: str, layout: str, ranks: Pools, alone: Callable[[str, int], Any]
 ) -> None:
     batch = make_batch(MICRO_BATCHES)
-    if model not in singles:
-        singles[model] = ranks.run(1, parity_job, made[model], [batch])[0]
-    single = singles[model]
+    common, single = alone(model, 4 if "virtual" in layout else 2)
     size, data_parallel, flags = LAYOUTS[layout]
     plans: Any = DATA_PARALLEL[data_parallel]
     batches = [shard(batch, members, plan) for members, plan in plans]
     by_sample = dict(zip(single["samples"], single["log_probs"]))
-    for result in ranks.run(size, parity_job, {**made[model], **flags}, batches):
+    for result in ranks.run(size, parity_job, {**common, **flags}, batches):
         for kind in ("gradients", "weights"):
             assert result[kind].keys() == single[kind].keys()
             for name, value in single[kind].items():

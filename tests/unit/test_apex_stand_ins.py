@@ -130,7 +130,7 @@ def both_ways_job(info: Any, flags: dict[str, Any]) -> tuple[dict[str, Tensor], 
         for m in chunk.modules()
         if "gradient_accumulation_fusion" in vars(m)
     ]
-    assert len(layers) >= 4 * 4 and all(layer.gradient_accumulation_fusion for layer in layers)
+    assert len(layers) >= 4 * 2 and all(layer.gradient_accumulation_fusion for layer in layers)
     for layer in layers:
         layer.gradient_accumulation_fusion = False
     return fused, gradients(backend, batch)

@@ -262,9 +262,8 @@ def test_retention(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_layout_leaves_no_trace_in_a_checkpoint(
-    ranks: Pools, model: Path, tmp_path: Path
-) -> None:
+def test_the_layout_leaves_no_trace_in_a_checkpoint(ranks: Pools, tmp_path: Path) -> None:
+    model = jobs.make_model(tmp_path / "qwen3", **jobs.FOUR_LAYERS)
     contents = {}
     for layout in jobs.LAYOUTS:
         ranks.run(2, jobs.step_and_save, model, layout, tmp_path / layout)

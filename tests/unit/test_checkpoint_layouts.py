@@ -115,34 +115,34 @@ class Runs:
 
     def __init__(self, folder: Path, ranks: Pools) -> None:
         self.folder, self.ranks = folder, ranks
-        self.models: dict[str, Path] = {}
-        self.unbroken: dict[str, Any] = {}
-        self.saved: dict[tuple[str, str], Path] = {}
+        self.models: dict[tuple[str, int], Path] = {}
+        self.unbroken: dict[Path, Any] = {}
+        self.saved: dict[tuple[Path, str], Path] = {}
 
-    def model(self, family: str) -> Path:
-        if family not in self.models:
-            self.models[family] = self.folder / family
-            save_tiny(family, self.models[family])
-        return self.models[family]
+    def model(self, family: str, layers: int) -> Path:
+        if (family, layers) not in self.models:
+            self.models[family, layers] = self.folder / f"{family} {layers}"
+            save_tiny(family, self.models[family, layers], layers)
+        return self.models[family, layers]
 
-    def single(self, family: str) -> dict[str, Any]:
+    def single(self, model: Path) -> dict[str, Any]:
         """The run that is never interrupted."""
-        if family not in self.unbroken:
-            arguments = (self.model(family), TRAINING, batches_of("one rank"), None)
-            self.unbroken[family] = self.ranks.run(2, jobs.alone, jobs.train_and_save, *arguments)[
-                0
-            ]
-        return self.unbroken[family]
+        if model not in self.unbroken:
+            arguments = (model, TRAINING, batches_of("one rank"), None)
+            [self.unbroken[model], _] = self.ranks.run(
+                2, jobs.alone, jobs.train_and_save, *arguments
+            )
+        return self.unbroken[model]
 
-    def checkpoint(self, family: str, layout: str) -> Path:
+    def checkpoint(self, model: Path, layout: str) -> Path:
         """Saved after one step at this layout."""
-        if (family, layout) not in self.saved:
-            root = self.folder / f"{family} {layout}"
+        if (model, layout) not in self.saved:
+            root = self.folder / f"{model.name} {layout}"
             flags = {**TRAINING, **LAYOUTS[layout].flags}
-            arguments = (self.model(family), flags, batches_of(layout), root)
+            arguments = (model, flags, batches_of(layout), root)
             self.ranks.run(LAYOUTS[layout].ranks, jobs.train_and_save, *arguments)
-            self.saved[family, layout] = root
-        return self.saved[family, layout]
+            self.saved[model, layout] = root
+        return self.saved[model, layout]
 
 
 @pytest.fixture(scope="module")
@@ -160,10 +160,12 @@ def worst(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def test_the_next_step_is_that_of_an_unbroken_run(
     family: str, source: str, target: str, runs: Runs
 ) -> None:
-    expected, root = runs.single(family), runs.checkpoint(family, source)
+    model = runs.model(family, 4 if "virtual" in source + target else 2)
+    expected = runs.single(model)
+    root = runs.checkpoint(model, source)
     flags = {**TRAINING, **LAYOUTS[target].flags, "load": str(root)}
     results = runs.ranks.run(
-        LAYOUTS[target].ranks, jobs.last_step, runs.model(family), flags, batches_of(target)
+        LAYOUTS[target].ranks, jobs.last_step, model, flags, batches_of(target)
     )
     [metrics] = [result["metrics"] for result in results if result["reporting"]]
     assert {"train/loss", "train/grad_norm"} <= expected["metrics"].keys()
@@ -188,7 +190,7 @@ def test_the_updated_reference_model_goes_on_at_another_layout(runs: Runs, tmp_p
         "kl_loss_type": "k3",
         "ref_update_interval": 2,
     }
-    model, source, target = runs.model("qwen3"), "TP2+SP", "PP2 virtual"
+    model, source, target = runs.model("qwen3", 4), "TP2+SP", "PP2 virtual"
 
     def batches(layout: str) -> jobs.Batches:
         return batches_of(layout, first_rollout=1, rollouts=3)
@@ -213,7 +215,7 @@ def test_the_updated_reference_model_goes_on_at_another_layout(runs: Runs, tmp_p
 def test_master_weights_of_bfloat16_training_go_on_bit_for_bit(runs: Runs, tmp_path: Path) -> None:
     flags = {**TRAINING, "bf16": True}
     first, again = tmp_path / "first", tmp_path / "again"
-    model, layouts = runs.model("qwen3"), ("TP2+SP", "PP2 virtual")
+    model, layouts = runs.model("qwen3", 4), ("TP2+SP", "PP2 virtual")
     saved_at, loaded_at = ({**flags, **LAYOUTS[name].flags} for name in layouts)
     runs.ranks.run(2, jobs.train_and_save, model, saved_at, batches_of(layouts[0]), first)
     runs.ranks.run(2, jobs.load_and_save, model, loaded_at, first, again)

@@ -253,7 +253,7 @@ def test_scripts_explain_themselves_without_torch(script: str) -> None:
 
 
 MODEL_ARGS = """
-    --swiglu --num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --kv-channels 8 --vocab-size 97 \
+    --swiglu --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --kv-channels 8 --vocab-size 97 \
 --rotary-base 1000
     --use-rotary-position-embeddings --disable-bias-linear --normalization RMSNorm \
 --norm-epsilon 1e-5 --qk-layernorm
@@ -265,7 +265,7 @@ def test_flags_that_describe_the_model_are_compared_with_its_config(
 ) -> None:
     words = ("hf-to-megatron", *MODEL_ARGS, "--hf-checkpoint", model, "--save", tmp_path / "ckpt")
     for more, said in [
-        (("--num-layers", 5), "--num-layers 5, but it is 4"),
+        (("--num-layers", 5), "--num-layers 5, but it is 2"),
         (("--lr", "1e-6"), "slime convert does not know --lr"),
         (("--num-layer", 4), "--num-layer"),
     ]:

@@ -81,19 +81,21 @@ def critic_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> d
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
-    save_tiny("qwen3", directory)
+    save_tiny("qwen3", directory, layers=2)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With layers for the virtual stages of two ranks."""
+    directory = tmp_path_factory.mktemp("deep")
+    save_tiny("qwen3", directory, layers=4)
     return directory
 
 
 def batches_for(data_parallel: int) -> list[TrainBatch]:
     whole = make_batch(parity.MICRO_BATCHES)
     return [shard(whole, *plan) for plan in parity.DATA_PARALLEL[data_parallel]]
-
-
-@pytest.fixture(scope="module")
-def alone(ranks: Pools, model: Path) -> dict[str, Any]:
-    [found] = ranks.run(1, critic_job, {"hf_checkpoint": str(model)}, batches_for(1))
-    return found
 
 
 @pytest.mark.parametrize(("size", "data_parallel", "layout"), LAYOUTS)
@@ -103,9 +105,10 @@ def test_any_layout_trains_the_critic_of_one_process(
     layout: dict[str, Any],
     ranks: Pools,
     model: Path,
-    alone: dict[str, Any],
+    deep: Path,
 ) -> None:
-    flags = {"hf_checkpoint": str(model)}
+    flags = {"hf_checkpoint": str(deep if VIRTUAL.items() <= layout.items() else model)}
+    [alone] = ranks.once(1, critic_job, flags, batches_for(1))
     found = ranks.run(size, critic_job, flags | layout, batches_for(data_parallel))
     expected = dict(zip(alone["samples"], zip(*alone["values"])))
     seen = set()
@@ -278,12 +281,12 @@ def opened(info: Any, flags: dict[str, Any]) -> Any:
     ],
 )
 def test_saved_at_one_layout_and_resumed_at_another(
-    saved_at: Any, loaded_at: Any, ranks: Pools, model: Path, tmp_path: Path
+    saved_at: Any, loaded_at: Any, ranks: Pools, deep: Path, tmp_path: Path
 ) -> None:
     def run(job: Any, where: Any, name: str) -> list[Any]:
         size, data_parallel, layout = where
         folder = {"load": str(tmp_path / name), "save": str(tmp_path / name)}
-        flags = {"hf_checkpoint": str(model), **folder, **layout}
+        flags = {"hf_checkpoint": str(deep), **folder, **layout}
         return ranks.run(size, job, flags, batches_for(data_parallel))
 
     alone = (1, 1, {})
@@ -379,7 +382,7 @@ def test_taking_turns_changes_no_number() -> None:
 
 
 def test_a_critic_of_experts_routes_and_balances_by_itself(tmp_path: Path) -> None:
-    save_tiny("qwen3_moe", tmp_path)
+    save_tiny("qwen3_moe", tmp_path, layers=2)
     backend = trainer(
         **PPO,
         hf_checkpoint=str(tmp_path),
@@ -441,7 +444,7 @@ def test_a_critic_starts_from_a_reward_model(kind: str, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
     (tmp_path / "policy").mkdir()
-    save_tiny(kind, tmp_path / "policy")
+    save_tiny(kind, tmp_path / "policy", layers=2)
     classifier = AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "policy", num_labels=1, dtype=torch.float32
     )

@@ -90,7 +90,7 @@ def test_gradients_of_adapters_and_head_are_those_of_peft(
     from transformers import AutoModelForTokenClassification
 
     (tmp_path / "hf").mkdir()
-    save_tiny("mistral", tmp_path / "hf")
+    save_tiny("mistral", tmp_path / "hf", layers=2)
     layers = tuple(target for target in targets if target != "lm_head")  # a critic has none
     given = random_adapter(
         tmp_path / "hf", tmp_path / "adapter", **LORA, lora_target_modules=layers
@@ -172,7 +172,7 @@ def test_at_first_a_critic_with_adapters_is_the_one_without(
 ) -> None:
     """Also where it has learned something as a whole, and its head is not 0."""
     (tmp_path / "hf").mkdir()
-    save_tiny(family, tmp_path / "hf")
+    save_tiny(family, tmp_path / "hf", layers=2)
     flags = {**PPO, **LORA, **dtype, "hf_checkpoint": str(tmp_path / "hf")}
     source = str(tmp_path / "whole")
     backend = trainer(**flags, critic_lora_rank=0, save=source)
@@ -235,16 +235,16 @@ def layout_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> d
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory, ranks: Pools) -> Callable[[str], Any]:
-    """By model: flags with a critic whose adapters and head are not 0, and what one process makes
-    of it."""
+def started(tmp_path_factory: pytest.TempPathFactory, ranks: Pools) -> Callable[[str, int], Any]:
+    """By model and number of layers: flags with a critic whose adapters and head are not 0, and
+    what one process makes of it."""
 
     @functools.cache
-    def of(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    def of(name: str, layers: int) -> tuple[dict[str, Any], dict[str, Any]]:
         family, more = MODELS[name]
         folder = tmp_path_factory.mktemp(family)
         (folder / "hf").mkdir()
-        save_tiny(family, folder / "hf")
+        save_tiny(family, folder / "hf", layers)
         flags = {**PPO, **LORA, **more, "hf_checkpoint": str(folder / "hf")}
         flags |= {"rollout_batch_size": 12, "adam_eps": 1e-3}
         backend = trainer(**flags, save=str(folder / "run"))
@@ -263,9 +263,9 @@ def started(tmp_path_factory: pytest.TempPathFactory, ranks: Pools) -> Callable[
 
 @pytest.mark.parametrize(("model", "layout"), list(cases()))
 def test_any_layout_trains_the_adapters_of_one_process(
-    model: str, layout: str, ranks: Pools, started: Callable[[str], Any]
+    model: str, layout: str, ranks: Pools, started: Callable[[str, int], Any]
 ) -> None:
-    flags, alone = started(model)
+    flags, alone = started(model, 4 if "virtual" in layout else 2)
     assert all(tensor.any() for tensor in alone["trained"].values())
     size, data_parallel, more = LAYOUTS[layout]
     whole = make_batch(parity.MICRO_BATCHES)
@@ -285,7 +285,7 @@ def test_any_layout_trains_the_adapters_of_one_process(
 
 
 def test_adapters_and_head_alone_are_trained_and_planned(tmp_path: Path) -> None:
-    save_tiny("qwen3_moe", tmp_path)
+    save_tiny("qwen3_moe", tmp_path, layers=2)
     flags = {**PPO, **LORA, "hf_checkpoint": str(tmp_path)}
     backend = trainer(**flags, critic_lora_rank=2)
     try:
@@ -319,7 +319,7 @@ def test_adapters_and_head_alone_are_trained_and_planned(tmp_path: Path) -> None
 
 
 def test_the_output_layer_is_no_target(tmp_path: Path) -> None:
-    save_tiny("mistral", tmp_path)
+    save_tiny("mistral", tmp_path, layers=2)
     flags = {**PPO, "hf_checkpoint": str(tmp_path), "lora_rank": 2}
     spec = trainer_spec(tmp_path)
     family = table_of(spec)
@@ -337,7 +337,7 @@ def test_the_output_layer_is_no_target(tmp_path: Path) -> None:
 
 
 def test_the_disk_has_room_for_what_a_critic_saves(tmp_path: Path) -> None:
-    save_tiny("qwen3", tmp_path)
+    save_tiny("qwen3", tmp_path, layers=2)
     flags = {**PPO, "hf_checkpoint": str(tmp_path), "lora_rank": 2}
 
     def saved(**more: Any) -> tuple[int, int]:
@@ -424,7 +424,7 @@ def test_a_shared_base_changes_no_bit(
     """Values, gradients, weights, random states and files are those of two bases; also with turns
     on the device."""
     (tmp_path / "hf").mkdir()
-    save_tiny(family, tmp_path / "hf")
+    save_tiny(family, tmp_path / "hf", layers=2)
     flags = {**PPO, **LORA, **BASES[family], "hf_checkpoint": str(tmp_path / "hf")}
     runs = {}
     for name in ("two bases", "one", "one by turns"):
@@ -461,7 +461,7 @@ def test_a_shared_base_changes_no_bit(
 def test_other_weights_are_not_shared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("hf", "other"):
         (tmp_path / name).mkdir()
-        save_tiny("qwen3", tmp_path / name)
+        save_tiny("qwen3", tmp_path / name, layers=2)
     flags = {**PPO, **LORA, "hf_checkpoint": str(tmp_path / "hf")}
     saved_critic_run(tmp_path, "beside it", **flags)
     saved_critic_run(tmp_path, "beside another", **flags, critic_load=str(tmp_path / "other"))
@@ -508,7 +508,7 @@ def saved_critic_run(root: Path, name: str, **flags: Any) -> list[Tensor]:
 def test_a_critic_starts_from_one_with_adapters_or_without(tmp_path: Path) -> None:
     for name in ("hf", "other"):
         (tmp_path / name).mkdir()
-        save_tiny("qwen3", tmp_path / name)
+        save_tiny("qwen3", tmp_path / name, layers=2)
     other = tmp_path / "other" / "model.safetensors"
     assert other.is_file()
     _scale_weights(other)
@@ -549,7 +549,7 @@ def _scale_weights(file: Path) -> None:
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
-    save_tiny("qwen3", tmp_path / "hf")
+    save_tiny("qwen3", tmp_path / "hf", layers=2)
     common = {"hf_checkpoint": str(tmp_path / "hf")}
     flags = {**PPO, **LORA, **common}
     saved_critic_run(tmp_path, "adapters", **flags)

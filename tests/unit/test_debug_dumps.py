@@ -21,7 +21,7 @@ from slime.rollout.sft import data_rollout, generate_sft
 from slime.samples.convert import to_train_batches
 from slime.samples.types import Sample, SampleStatus, TokenSpan
 from slime.trainer.dumps import RankDump, save_train_data
-from tests.support.megatron_jobs import make_model
+from tests.support.megatron_jobs import FOUR_LAYERS, make_model
 from tests.support.prompt_fixtures import make_tokenizer, write_jsonl
 from tests.support.tiny_models import save_moe
 from tests.support.trainer_ranks import Pools, trainer_config
@@ -164,7 +164,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
     policy, answers = (str(folder / name / "{rollout_id:03d}.pt") for name in ("dumps", "answers"))
     dumped(policy)
     dumped_answers(answers, folder)
-    dense = make_model(folder / "model")
+    dense = make_model(folder / "model", **FOUR_LAYERS)
     return {
         "policy": Kind(dense, POLICY, policy),
         "experts": Kind(save_moe(folder / "experts"), POLICY, policy),

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.support.import_graph import nodes_of
 from tests.support.metrics_page import documented_names
 from tests.support.processes import ROOT
 
@@ -28,7 +29,7 @@ def make_docs() -> ModuleType:
 
 def metric_names(path: Path) -> Iterator[str]:
     """String literals and f-strings that look like metric names, with <> for what is filled in."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.JoinedStr):
             text = "".join(
                 part.value if isinstance(part, ast.Constant) else "<>" for part in node.values
@@ -104,7 +105,7 @@ def identifiers(path: Path) -> set[str]:
     """Names that a file defines: functions, classes, arguments, attributes, and keys of its
     dicts."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, (ast.Name, ast.Attribute)):

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from slime.config.flags import all_flags
+from tests.support.import_graph import nodes_of, tree_of
 from tests.support.waits import CONSTANT, deadline_rows
 
 ROOT = Path(__file__).parents[2]
@@ -20,9 +21,9 @@ def scanned() -> tuple[dict[str, float], frozenset[str]]:
     found: dict[str, float] = {}
     read: set[str] = set()
     for path in sorted((ROOT / "slime").rglob("*.py")):
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         if path.name != "deadlines.py":
-            read.update(node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+            read.update(node.attr for node in nodes_of(path) if isinstance(node, ast.Attribute))
         for node in tree.body:
             if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
                 continue

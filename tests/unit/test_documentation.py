@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from slime.documentation import DOCS_URL, PROJECT_URL, doc_url, with_doc_urls
+from tests.support.import_graph import forget_trees, nodes_of
 from tests.support.processes import ROOT
 
 SOURCES = sorted(
@@ -20,19 +21,26 @@ SCRIPTS = sorted((ROOT / "slime").rglob("*.js"))
 PAGE = re.compile(r"(?<![\w/.-])docs/[\w-]+\.md")
 
 
-def docstrings(tree: ast.AST) -> set[int]:
+@pytest.fixture(scope="module", autouse=True)
+def no_trees_afterwards() -> Iterator[None]:
+    """The other tests of documentation, which come before, left them."""
+    yield
+    forget_trees()
+
+
+def docstrings(nodes: Iterable[ast.AST]) -> set[int]:
     """Ids of the constants that are expression statements: docstrings, and those below fields."""
     return {
         id(node.value)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
 
 
 def messages(path: Path) -> Iterator[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    skipped = docstrings(tree)
-    for node in ast.walk(tree):
+    nodes = nodes_of(path)
+    skipped = docstrings(nodes)
+    for node in nodes:
         if (
             isinstance(node, ast.Constant)
             and isinstance(node.value, str)

@@ -39,7 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     import transformers
 
     folder = tmp_path_factory.mktemp("models")
-    save_seeing(folder / "seeing")
+    save_seeing(folder / "seeing", layers=4)
     config = transformers.Qwen3Config(**SHAPE, head_dim=12, tie_word_embeddings=False)
     save_random(config, folder / "text", scale=8)
     return {name: folder / name for name in ("text", "seeing")}

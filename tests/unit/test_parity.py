@@ -106,13 +106,13 @@ def _cases() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def single_process(
     tmp_path_factory: pytest.TempPathFactory, ranks: Pools
-) -> Callable[[str], tuple[str, dict[str, Any]]]:
-    """By family: the directory of its model, and what one process computes."""
+) -> Callable[..., tuple[str, dict[str, Any]]]:
+    """By family and number of layers: the directory of its model, and what one process computes."""
 
     @functools.cache
-    def of(family: str) -> tuple[str, dict[str, Any]]:
+    def of(family: str, layers: int = 2) -> tuple[str, dict[str, Any]]:
         directory = tmp_path_factory.mktemp("model")
-        before = save_tiny(family, directory).state_dict()
+        before = save_tiny(family, directory, layers).state_dict()
         flags = {"hf_checkpoint": str(directory)}
         [single] = ranks.run(1, parity_job, flags, [make_batch(MICRO_BATCHES)])
         after = {name: one for name, one in single["weights"].items() if name in before}
@@ -128,7 +128,8 @@ def single_process(
 def test_layout_gives_the_numbers_of_one_process(
     family: str, layout: str, ranks: Pools, single_process: Any
 ) -> None:
-    directory, single = single_process(family)
+    # stages of two ranks, each with two parts
+    directory, single = single_process(family, 4 if "virtual" in layout else 2)
     chosen = LAYOUTS[layout]
     batch = make_batch(MICRO_BATCHES)
     plans = DATA_PARALLEL[chosen.data_parallel]

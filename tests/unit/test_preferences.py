@@ -480,7 +480,15 @@ def preference_job(info: Any, flags: dict[str, Any], batches: list[Any]) -> dict
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
-    save_tiny("qwen3", directory)
+    save_tiny("qwen3", directory, layers=2)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With layers for the virtual stages of two ranks."""
+    directory = tmp_path_factory.mktemp("deep")
+    save_tiny("qwen3", directory, layers=4)
     return directory
 
 
@@ -500,10 +508,10 @@ def flags_for(model: Path, loss: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("loss", "name"), CASES)
 def test_any_layout_learns_what_one_process_does(
-    loss: str, name: str, ranks: Pools, model: Path
+    loss: str, name: str, ranks: Pools, model: Path, deep: Path
 ) -> None:
     size, data_parallel, layout = LAYOUTS[name]
-    flags = flags_for(model, loss)
+    flags = flags_for(deep if "virtual" in name else model, loss)
     [alone] = ranks.once(1, preference_job, flags, batches_for(loss, 1))
     found = ranks.run(size, preference_job, flags | layout, batches_for(loss, data_parallel))
     [reporting] = [rank for rank in found if rank["reporting"]]

@@ -19,13 +19,20 @@ from tests.support.bpe_tokenizers import piece_tokenizer
 from tests.support.fake_rollout import FakeClient, FakeRewards, hook_args, make_state
 
 ME = f"{__name__}."
-BPE = bpe_tokenizer()
-PIECES = piece_tokenizer()
-PIECES.backend_tokenizer.decoder = decoders.Sequence(
-    [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-)
 DO: list[Callable[[Sample], None]] = []
 ANSWER = "The model learns to add: 12 + 30 = 42.<|im_end|>"
+
+
+@pytest.fixture(scope="module", params=["bpe", "pieces"])
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    """Trained here, not on import: the threads of training would forbid forks of this process."""
+    if request.param == "bpe":
+        return bpe_tokenizer()
+    pieces = piece_tokenizer()
+    pieces.backend_tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return pieces
 
 
 async def edits(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -88,7 +95,7 @@ def test_a_function_that_changes_text_or_tokens_alone_is_told_of_once(
 def test_a_rollout_functions_samples_are_compared(
     caplog: pytest.LogCaptureFixture, fresh_log: None
 ) -> None:
-    tokenizer = BPE
+    tokenizer = bpe_tokenizer()
     sample = answered(tokenizer, "The reward counts.", "It's the model.")
     check_groups([Group(0, [[sample]])], "mine.rollout", None, hook_args(), tokenizer)
     assert any("mine.rollout returns samples whose tokens" in one for one in caplog.messages)
@@ -108,7 +115,6 @@ def answered(
     )
 
 
-@pytest.mark.parametrize("tokenizer", [BPE, PIECES], ids=["bpe", "pieces"])
 @pytest.mark.parametrize(
     ("tokens_of", "response"),
     [
@@ -130,7 +136,6 @@ def test_harmless_differences_are_not_told_of(
     assert other_text(answered(tokenizer, tokens_of, response), tokenizer) is None
 
 
-@pytest.mark.parametrize("tokenizer", [BPE, PIECES], ids=["bpe", "pieces"])
 @pytest.mark.parametrize(
     ("tokens_of", "response"),
     [
@@ -156,7 +161,7 @@ def test_other_text_is_found(tokenizer: Any, tokens_of: str, response: str) -> N
     ],
 )
 def test_what_tools_said_may_be_told_otherwise(response: str, is_other: bool) -> None:
-    tokenizer = BPE
+    tokenizer = bpe_tokenizer()
     sample = Sample(index=0, tokens=tokenizer.encode("1+1"), status=SampleStatus.COMPLETED)
     for text, is_trained in (
         ("I will add: calc(12 + 30)<|im_end|>", True),

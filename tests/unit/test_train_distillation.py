@@ -374,7 +374,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A student and two teachers."""
     folders = [tmp_path_factory.mktemp(name) for name in ("student", "math", "code")]
     for seed, folder in enumerate(folders):
-        save_tiny("qwen3", folder)
+        save_tiny("qwen3", folder, layers=2)
         (file,) = folder.glob("*.safetensors")
         generator = torch.Generator().manual_seed(seed)
         tensors = {

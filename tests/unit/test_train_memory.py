@@ -68,7 +68,7 @@ def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 @pytest.fixture(scope="module")
 def plain() -> tuple[dict[str, Tensor], int]:
     """Gradients without recompute, and the bytes that a forward pass keeps."""
-    backend = trainer(**LOSS)
+    backend = trainer(4, **LOSS)
     try:
         batch = shared_prompts(make_batch())
         return gradients(backend, batch), saved_bytes(backend, batch)
@@ -103,7 +103,7 @@ def saved_bytes(backend: MegatronBackend, batch: TrainBatch) -> int:
 def test_recompute_gives_the_same_gradients_and_keeps_less(
     name: str, plain: tuple[dict[str, Tensor], int]
 ) -> None:
-    backend = trainer(**LOSS, **RECOMPUTE[name])
+    backend = trainer(4, **LOSS, **RECOMPUTE[name])
     try:
         batch = shared_prompts(make_batch())
         assert len(backend._pack(batch, [[0, 1, 2]])[0].sequences.lengths) == 1, (
@@ -138,7 +138,7 @@ def test_modules_of_experts_and_latent_attention(modules: list[str], tmp_path: P
 def test_forward_passes_run_again() -> None:
     counts = {}
     for flags in ({}, {"recompute_activations": True}, RECOMPUTE["the first layer"]):
-        backend = trainer(**flags)
+        backend = trainer(4, **flags)
         calls = [0]
 
         def count(*_: Any, calls: list[int] = calls) -> None:
@@ -174,7 +174,7 @@ def test_layers_behind_a_frozen_embedding_are_trained_all_the_same() -> None:
 
 def test_blocks_that_do_not_fit_are_refused() -> None:
     with pytest.raises(UserError, match="--recompute-num-layers 3") as caught:
-        trainer(recompute_granularity="full", recompute_num_layers=3)
+        trainer(4, recompute_granularity="full", recompute_num_layers=3)
     assert "divisor of 4" in caught.value.fix
 
 

@@ -38,7 +38,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     return {
-        "dense": megatron_jobs.make_model(folder / "dense", "qwen3", tie_word_embeddings=True),
+        "dense": megatron_jobs.make_model(
+            folder / "dense", "qwen3", tie_word_embeddings=True, num_hidden_layers=4
+        ),
         "moe": save_moe(folder / "moe"),
     }
 
