@@ -137,6 +137,12 @@ def scored(directory: Path, **flags: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probs of `batch_of`, and the gradients of a step."""
     backend = trainer(hf_checkpoint=str(directory), **LOSS, **flags)
     batch = batch_of(LENGTHS)
+    generator = torch.Generator().manual_seed(2)
+    for chunk in backend.model_chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".adapter" in name:  # B begins with zeros
+                drawn = torch.randn(parameter.shape, generator=generator) / 20
+                parameter.data.copy_(drawn)
     try:
         scores = backend.log_probs(batch)
         assert scores is not None
@@ -179,6 +185,26 @@ def test_kernels_of_a_gpu_equal_transformers(kind: str, tmp_path: Path) -> None:
     assert difference < 1e-4
     assert ours < 1.5 * theirs + 1e-3
     assert cosine > 0.99
+
+
+@pytest.mark.parametrize("experts", ["per-expert", "shared-outer"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "qwen3_5_moe_text"])
+def test_adapters_by_kernels_equal_those_in_float32(
+    kind: str, experts: str, tmp_path: Path
+) -> None:
+    save_wide(kind, tmp_path)
+    flags = {"lora_rank": 16, "lora_experts": experts}
+    plain, _ = scored(tmp_path)
+    exact, precise = scored(tmp_path, **flags)
+    rounded, coarse = scored(tmp_path, bf16=True, **flags)
+    of_experts = [name for name in precise if "expert" in name]
+    cosine = cosine_similarity([coarse[n] for n in precise], [precise[n] for n in precise])
+    moved = (exact - plain).abs().mean().item()
+    error = (rounded - exact).abs().mean().item()
+    print(f"{kind}, {experts}: moved {moved:.3f}, bfloat16 differs by {error:.4f}, {cosine:.5f}")
+    assert len(of_experts) > 0 and all(precise[name].abs().sum() > 0 for name in of_experts)
+    assert moved > 3 * error
+    assert cosine > 0.9  # rounding sends some tokens to other experts
 
 
 def test_sinks_by_a_kernel_equal_their_definition() -> None:
