@@ -79,10 +79,20 @@ class MegatronConfig:
     )
     """Layers per recomputed block, with full granularity."""
     recompute_modules: tuple[
-        Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"],
+        Literal[
+            "core_attn",
+            "layernorm",
+            "mla_up_proj",
+            "mlp",
+            "mlp_act",
+            "moe",
+            "moe_act",
+            "shared_experts",
+        ],
         ...,
     ] = flag((), needs=on("recompute_granularity", "selective"))
-    """Modules recomputed with selective granularity."""
+    """Modules recomputed with selective granularity. mlp_act, slime's own, is the activation of
+    dense gated MLPs, and moe_act that of routed experts: both are cheap to compute."""
     optimizer_name: Literal["adam", "sgd"] = flag("adam", name="optimizer", read_by="trainer")
     """Optimizer."""
     lr: float = flag(1e-6, range=finite(0))

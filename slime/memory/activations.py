@@ -167,7 +167,8 @@ def _mlp(
         return {}
     width = int(spec.transformer["ffn_hidden_size"]) / layout.tensor * kernels.element
     halves = 2 if spec.transformer.get("gated_linear_unit") else 1
-    return {"gate and up": halves * width, "their product": width * has_input.of_down}
+    keeps_product = has_input.of_down and "mlp_act" not in drop
+    return {"gate and up": halves * width, "their product": width * keeps_product}
 
 
 def rows_per_token(spec: ModelSpec, layout: Layout) -> float:

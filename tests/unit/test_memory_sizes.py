@@ -262,6 +262,7 @@ def test_saved_tensors_in_half_precision_with_what_the_kernels_of_a_gpu_keep(
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
         {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
         {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+        {"recompute_granularity": "selective", "recompute_modules": ("mlp_act",)},
         {"recompute_granularity": "selective", "recompute_modules": ("moe", "layernorm")},
         {"recompute_granularity": "selective", "recompute_modules": ("moe_act", "mla_up_proj")},
     ],

@@ -31,14 +31,14 @@ BUDGETS = {
     "cli": 2_744,  # plan, launch, compare, images in a chat, flags and adapters without effect
     "cluster": 4_835,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
     "compat": 1_374,
-    "config": 6_448,  # preferences, images, kept weights, flags and options without effect
+    "config": 6_458,  # preferences, images, kept weights, flags and options without effect
     "diagnosis": 4_599,  # attention within images
     "embedded": 5_921,  # attention within images, sinks, stacks of experts, queries that grow
     "engines": 4_658,  # sessions and ranks of newer SGLang, pictures, overrides without effect
     "environments": 407,
     "forecast": 929,  # over-sampling and partial rollouts
     ".": 1_601,  # names and forms of secrets
-    "memory": 2_056,  # host memory part by part, towers, one base of two roles, masks, drafts
+    "memory": 2_057,  # host memory part by part, towers, one base of two roles, masks, drafts
     "models": 6_068,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
     "observe": 3_416,  # profiles, three trackers, ranges of recipes, rejected drafts
     "page": 1_618,
@@ -48,7 +48,7 @@ BUDGETS = {
     "run": 2_320,  # teachers that see, lengths for longrope, profiles, data sets from Python
     "samples": 2_419,  # rewards of tokens and turns, whole pairs, images behind other prompts
     "sandbox": 925,
-    "trainer": 9_835,  # a critic that shares its base, attention within images by packed kernels
+    "trainer": 9_865,  # a critic that shares its base, attention within images by packed kernels
     "user_code": 1_265,  # functions that are known to be sync
     "weights": 3_065,  # sessions of newer SGLang
 }

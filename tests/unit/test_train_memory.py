@@ -33,6 +33,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     },
     "attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "activation": {"recompute_granularity": "selective", "recompute_modules": ["mlp_act"]},
     "norms": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
     "several": {
         "recompute_granularity": "selective",
@@ -135,6 +136,23 @@ def test_modules_of_experts_and_latent_attention(modules: list[str], tmp_path: P
     assert found[1][1] < 0.9 * found[0][1]
 
 
+def test_the_activation_between_adapters_is_computed_again(tmp_path: Path) -> None:
+    save_tiny("qwen3", tmp_path)
+    found = []
+    for flags in ({}, RECOMPUTE["activation"]):
+        backend = trainer(hf_checkpoint=str(tmp_path), lora_rank=4, **flags)
+        try:
+            with torch.no_grad():
+                for name, parameter in backend.model_chunks[0].named_parameters():
+                    if ".adapter" in name:
+                        parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+            found.append((gradients(backend, make_batch()), saved_bytes(backend, make_batch())))
+        finally:
+            backend.close()
+    assert equal(found[1][0], found[0][0])
+    assert found[1][1] < 0.97 * found[0][1]
+
+
 def test_forward_passes_run_again() -> None:
     counts = {}
     for flags in ({}, {"recompute_activations": True}, RECOMPUTE["the first layer"]):
@@ -170,6 +188,12 @@ def test_layers_behind_a_frozen_embedding_are_trained_all_the_same() -> None:
         finally:
             backend.close()
     assert norms[0] > 0 and norms[1:] == pytest.approx([norms[0]] * 2, rel=1e-5)
+
+
+def test_an_activation_that_no_layer_has_is_refused(tmp_path: Path) -> None:
+    save_tiny("qwen3_moe", tmp_path)
+    with pytest.raises(UserError, match="mlp_act has no effect with this model"):
+        trainer(hf_checkpoint=str(tmp_path), **RECOMPUTE["activation"])
 
 
 def test_blocks_that_do_not_fit_are_refused() -> None:

@@ -14,6 +14,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -243,6 +244,27 @@ class GatedActivation(torch.nn.Module):
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Return {}; Megatron's MLP calls this method of each submodule."""
         return {}
+
+
+#: The choice of --recompute-modules for `ActivationRecomputingMLP`.
+RECOMPUTE_ACTIVATION = "mlp_act"
+
+
+class ActivationRecomputingMLP(MLP):
+    """Megatron's MLP that frees the activated product of gate and up behind the down projection,
+    and computes it again in the backward pass."""
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, Tensor | None]:
+        gate_and_up, bias = self.linear_fc1(hidden_states)
+        if bias is not None:
+            gate_and_up = gate_and_up + bias
+        if not self.training or not torch.is_grad_enabled():
+            return self.linear_fc2(self.activation_func(gate_and_up))
+        checkpoint = tensor_parallel.CheckpointWithoutOutput()
+        product = checkpoint.checkpoint(self.activation_func, gate_and_up)
+        output, bias = self.linear_fc2(product)
+        checkpoint.discard_output_and_register_recompute(output)
+        return output, bias
 
 
 class EmbeddingLookup(torch.autograd.Function):

@@ -52,6 +52,8 @@ from slime.trainer.megatron.adapters import give_gradient
 from slime.trainer.megatron.attention import PackedAttention, PackedSelfAttention
 from slime.trainer.megatron.embedder import add_levels, embed_images, local_rows
 from slime.trainer.megatron.layers import (
+    RECOMPUTE_ACTIVATION,
+    ActivationRecomputingMLP,
     Embedding,
     GatedActivation,
     NormOfRotated,
@@ -396,6 +398,11 @@ def _prepare_recompute(chunk: PolicyModel) -> None:
                 f"of {per_block}",
                 fix=f"use a divisor of {layers}; 1 keeps one activation per layer",
             )
+    if RECOMPUTE_ACTIVATION in (config.recompute_modules or ()):
+        for module in chunk.modules():
+            if type(module) is MLP and config.use_te_activation_func:
+                # in a layer's spec Megatron takes no other class than its own
+                module.__class__ = ActivationRecomputingMLP
     sends_back = config.pipeline_model_parallel_size > 1
     if chunk.pre_process and (config.recompute_granularity is not None or sends_back):
         chunk.embedding.register_forward_hook(_let_gradients_pass)
@@ -530,6 +537,14 @@ def transformer_config(
     config_class = pkgutil.resolve_name(mixer.megatron_config)
     made: TransformerConfig = config_class(**arguments | mixer.megatron_overrides)
     made.moe_router_enable_expert_bias = has_bias
+    if RECOMPUTE_ACTIVATION in config.megatron.recompute_modules:
+        if not made.use_te_activation_func or all(map(spec.is_moe_layer, range(spec.num_layers))):
+            raise UserError(
+                "--recompute-modules mlp_act has no effect with this model",
+                why="it has no dense MLP that is gated by SiLU or GELU",
+                fix="leave it out; moe_act does the same for routed experts",
+            )
+        made.recompute_modules.append(RECOMPUTE_ACTIVATION)  # which Megatron would refuse
     # Megatron's slot for another module, which it refuses for activations that are not TE's
     made.use_te_activation_func = (
         made.gated_linear_unit
@@ -592,7 +607,9 @@ def _trainer_arguments(spec: ModelSpec, config: Config, initialise: bool) -> dic
     if megatron.expert_tensor_parallel_size is not None:
         arguments["expert_tensor_parallel_size"] = megatron.expert_tensor_parallel_size
     if megatron.recompute_modules:
-        arguments["recompute_modules"] = list(megatron.recompute_modules)
+        arguments["recompute_modules"] = [
+            name for name in megatron.recompute_modules if name != RECOMPUTE_ACTIVATION
+        ]
     return arguments
 
 
