@@ -318,6 +318,7 @@ def test_any_two_layouts_on_the_same_ranks_give_the_same_numbers(
     found, values = on_the_same_ranks(ranks, policy, critic, 3, **flags)
     assert_same(found, alone["metrics"])
     assert_same_values(values, alone["values"])
+    assert found[-1]["train/critic-explained_variance"] > 0.05
 
 
 def test_its_experts_are_spread_as_its_flags_say(ranks: Pools, tmp_path: Path) -> None:
