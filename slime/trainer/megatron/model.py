@@ -537,6 +537,12 @@ def transformer_config(
     config_class = pkgutil.resolve_name(mixer.megatron_config)
     made: TransformerConfig = config_class(**arguments | mixer.megatron_overrides)
     made.moe_router_enable_expert_bias = has_bias
+    # Megatron's slot for another module, which it refuses for activations that are not TE's
+    made.use_te_activation_func = (
+        made.gated_linear_unit
+        and not made.add_bias_linear
+        and GatedActivation.takes(made.activation_func)
+    )
     if RECOMPUTE_ACTIVATION in config.megatron.recompute_modules:
         if not made.use_te_activation_func or all(map(spec.is_moe_layer, range(spec.num_layers))):
             raise UserError(
@@ -545,12 +551,6 @@ def transformer_config(
                 fix="leave it out; moe_act does the same for routed experts",
             )
         made.recompute_modules.append(RECOMPUTE_ACTIVATION)  # which Megatron would refuse
-    # Megatron's slot for another module, which it refuses for activations that are not TE's
-    made.use_te_activation_func = (
-        made.gated_linear_unit
-        and not made.add_bias_linear
-        and GatedActivation.takes(made.activation_func)
-    )
     return made
 
 
