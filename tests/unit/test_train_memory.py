@@ -191,7 +191,7 @@ def test_layers_behind_a_frozen_embedding_are_trained_all_the_same() -> None:
 
 
 def test_an_activation_that_no_layer_has_is_refused(tmp_path: Path) -> None:
-    save_tiny("qwen3_moe", tmp_path)
+    save_tiny("gpt_oss", tmp_path)
     with pytest.raises(UserError, match="mlp_act has no effect with this model"):
         trainer(hf_checkpoint=str(tmp_path), **RECOMPUTE["activation"])
 
