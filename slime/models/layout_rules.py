@@ -56,12 +56,13 @@ def virtual_stages(spec: ModelSpec, config: Config) -> int | None:
 
 
 def check_layout(spec: ModelSpec, config: Config) -> None:
-    """Refuse layouts that do not divide the model.
+    """Refuse layouts that do not divide the model, and modules to recompute that it does not have.
 
     Raises:
         UserError: names a flag, its value and the number that is not divisible by the value; or
             attention by Transformer Engine cannot compute the model.
     """
+    _check_recompute(spec, config)
     megatron = config.megatron
     tensor = megatron.tensor_model_parallel_size
     rules = [
@@ -147,6 +148,37 @@ def check_critic_layout(spec: ModelSpec, config: Config) -> None:
     except UserError as error:
         what, why, fix = map(critic_flags, error.args)
         raise UserError(what, why=why, fix=fix) from error
+
+
+def _check_recompute(spec: ModelSpec, config: Config) -> None:
+    if config.megatron.recompute_granularity != "selective":
+        return
+    transformer = spec.transformer
+    has_experts = [spec.is_moe_layer(layer) for layer in range(spec.num_layers)]
+    is_gated = transformer.get("gated_linear_unit") and not transformer.get("add_bias_linear")
+    is_known = spec.activation in ("silu", "gelu_tanh")
+    found = {
+        "mla_up_proj": (transformer.get("multi_latent_attention"), "multi-latent attention"),
+        "mlp": (not all(has_experts), "dense MLPs"),
+        "mlp_act": (
+            not all(has_experts) and is_gated and is_known,
+            "dense MLPs without biases that are gated by SiLU or GELU",
+        ),
+        "moe": (any(has_experts), "routed experts"),
+        "moe_act": (any(has_experts), "routed experts"),
+        "shared_experts": (
+            transformer.get("moe_shared_expert_intermediate_size"),
+            "shared experts",
+        ),
+    }
+    for module in config.megatron.recompute_modules:
+        has_module, what = found.get(module, (True, ""))
+        if not has_module:
+            raise UserError(
+                f"--recompute-modules {module} has no effect with this model",
+                why=f"it has no {what}",
+                fix=f"leave {module} out",
+            )
 
 
 def _check_levels(spec: ModelSpec, config: Config) -> None:

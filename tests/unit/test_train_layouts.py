@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slime.samples.batch import TrainBatch
 from slime.trainer.megatron.context import _copy_rows
+from tests.support.memory_jobs import FAMILIES
 from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import VOCAB, Pools, make_batch, shard, trainer_config
 
@@ -230,6 +231,32 @@ def test_megatrons_own_asserts_are_not_met(
     with pytest.raises(UserError, match=f"--tensor-model-parallel-size {tensor}") as caught:
         check_layout(spec, config)
     assert said in caught.value.why
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("qwen3", ["mla_up_proj", "moe", "moe_act", "shared_experts"]),
+        ("gpt_oss", ["mlp", "mlp_act", "mla_up_proj", "shared_experts"]),
+        ("deepseek_v3", []),
+    ],
+)
+def test_modules_to_recompute_that_a_model_lacks_are_refused(name: str, modules: list[str]) -> None:
+    from slime.errors import UserError
+    from slime.models import family_of
+    from slime.models.layout_rules import check_layout
+
+    spec = family_of(FAMILIES[name]).model_spec(FAMILIES[name]).padded(1)
+    refused = []
+    known = ["core_attn", "layernorm", "mla_up_proj", "mlp", "mlp_act", "moe", "moe_act"]
+    for module in [*known, "shared_experts"]:
+        config = trainer_config(recompute_granularity="selective", recompute_modules=(module,))
+        try:
+            check_layout(spec, config)
+        except UserError as error:
+            assert f"--recompute-modules {module} has no effect" in str(error)
+            refused.append(module)
+    assert sorted(refused) == sorted(modules)
 
 
 @pytest.mark.parametrize(("per_stage", "expected"), [(1, 2), (2, None)])

@@ -189,12 +189,6 @@ def test_layers_behind_a_frozen_embedding_are_trained_all_the_same() -> None:
     assert norms[0] > 0 and norms[1:] == pytest.approx([norms[0]] * 2, rel=1e-5)
 
 
-def test_an_activation_that_no_layer_has_is_refused(tmp_path: Path) -> None:
-    save_tiny("gpt_oss", tmp_path)
-    with pytest.raises(UserError, match="mlp_act has no effect with this model"):
-        trainer(hf_checkpoint=str(tmp_path), **RECOMPUTE["activation"])
-
-
 def test_blocks_that_do_not_fit_are_refused() -> None:
     with pytest.raises(UserError, match="--recompute-num-layers 3") as caught:
         trainer(4, recompute_granularity="full", recompute_num_layers=3)

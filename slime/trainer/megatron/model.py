@@ -544,12 +544,6 @@ def transformer_config(
         and GatedActivation.takes(made.activation_func)
     )
     if RECOMPUTE_ACTIVATION in config.megatron.recompute_modules:
-        if not made.use_te_activation_func or all(map(spec.is_moe_layer, range(spec.num_layers))):
-            raise UserError(
-                "--recompute-modules mlp_act has no effect with this model",
-                why="it has no dense MLP that is gated by SiLU or GELU",
-                fix="leave it out; moe_act does the same for routed experts",
-            )
         made.recompute_modules.append(RECOMPUTE_ACTIVATION)  # which Megatron would refuse
     return made
 
