@@ -41,6 +41,7 @@ PLACES: dict[str, tuple[Part, ...]] = {
     "engines/sglang/drafts.py": ("engine", "generation"),
     "models": ("trainer",),
     "models/context.py": ("collection", "generation", "engine", "trainer"),
+    "models/layout_rules.py": ("trainer", "training"),  # modules to recompute that a model lacks
     "observe": ("driver",),
     "observe/recorder.py": ("driver", "samples"),
     "observe/run_folder.py": ("driver", "training"),  # holds the folder of the trainer's saves
