@@ -155,13 +155,11 @@ def _check_recompute(spec: ModelSpec, config: Config) -> None:
         return
     transformer = spec.transformer
     has_experts = [spec.is_moe_layer(layer) for layer in range(spec.num_layers)]
-    is_gated = transformer.get("gated_linear_unit") and not transformer.get("add_bias_linear")
-    is_known = spec.activation in ("silu", "gelu_tanh")
     found = {
         "mla_up_proj": (transformer.get("multi_latent_attention"), "multi-latent attention"),
         "mlp": (not all(has_experts), "dense MLPs"),
         "mlp_act": (
-            not all(has_experts) and is_gated and is_known,
+            not all(has_experts) and spec.has_plain_gate,
             "dense MLPs without biases that are gated by SiLU or GELU",
         ),
         "moe": (any(has_experts), "routed experts"),

@@ -163,6 +163,14 @@ class ModelSpec:
     # -- shortcuts ---------------------------------------------------------------------------------
 
     @property
+    def has_plain_gate(self) -> bool:
+        """MLPs without biases multiply the activation of one half of their first product by the
+        other half, and the activation is SiLU or the tanh approximation of GELU."""
+        is_gated = bool(self.transformer.get("gated_linear_unit"))
+        has_bias = self.transformer.get("add_bias_linear", False)
+        return is_gated and not has_bias and self.activation in ("silu", "gelu_tanh")
+
+    @property
     def num_layers(self) -> int:
         return int(self.transformer["num_layers"])
 

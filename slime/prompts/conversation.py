@@ -59,17 +59,9 @@ _CALLING_ROLES = ("function_call", "tool_call")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 #: Keys that tell whether an assistant turn is trained; 0 and false: it is not.
 LOSS_KEYS = ("step_loss_mask", "weight", "loss", "loss_mask", "train", "trainable")
-#: Keys under which an object has its messages; those behind the third are words as often.
-_TALKS = (
-    "messages",
-    "conversations",
-    "conversation",
-    "prompt",
-    "chat",
-    "dialog",
-    "dialogue",
-    "turns",
-)
+#: Keys under which an object has its messages, and keys that hold messages or words.
+_MESSAGES = ("messages", "conversations", "conversation")
+_TALKS = (*_MESSAGES, "prompt", "chat", "dialog", "dialogue", "turns")
 #: Keys under which it has answers beside them.
 _ANSWERS = ("completion", "response", "answer", "chosen", "rejected")
 #: Keys of a normalised message.
@@ -191,7 +183,7 @@ def conversation_in(value: Any, where: str = "messages") -> tuple[list[Any], Any
         value = _from_text(value, where)
     if isinstance(value, Mapping):
         for key in _TALKS:
-            if value.get(key) is not None and (key in _TALKS[:3] or _are_spoken(value[key])):
+            if value.get(key) is not None and (key in _MESSAGES or _are_spoken(value[key])):
                 _check_only_talk(value, key, where)
                 inner = conversation_in(value[key], where)
                 if inner is None:

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from slime import log
 from slime.processes.garbage import freeze_gc
 from slime.trainer.megatron import device
 from tests.support.gloo_loop import share_gloo_loop
+from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import Pools, fork_rank_server
 
 # as a trainer does before anything imports megatron, which many modules of tests do
@@ -28,6 +30,14 @@ _kept = 0  # threads that the last collection left
 def pytest_collection_finish(session: pytest.Session) -> None:
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
         fork_rank_server()
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with layers for the virtual stages of two ranks."""
+    directory = tmp_path_factory.mktemp("deep")
+    save_tiny("qwen3", directory, layers=4)
+    return directory
 
 
 @pytest.fixture(autouse=True)

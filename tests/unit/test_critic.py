@@ -85,14 +85,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With layers for the virtual stages of two ranks."""
-    directory = tmp_path_factory.mktemp("deep")
-    save_tiny("qwen3", directory, layers=4)
-    return directory
-
-
 def batches_for(data_parallel: int) -> list[TrainBatch]:
     whole = make_batch(parity.MICRO_BATCHES)
     return [shard(whole, *plan) for plan in parity.DATA_PARALLEL[data_parallel]]

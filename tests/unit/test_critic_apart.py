@@ -178,14 +178,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With layers for the virtual stages of two ranks."""
-    directory = tmp_path_factory.mktemp("deep")
-    save_tiny("qwen3", directory, layers=4)
-    return directory
-
-
 def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.keys() == theirs.keys()

@@ -484,14 +484,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With layers for the virtual stages of two ranks."""
-    directory = tmp_path_factory.mktemp("deep")
-    save_tiny("qwen3", directory, layers=4)
-    return directory
-
-
 def flags_for(model: Path, loss: str) -> dict[str, Any]:
     return {
         **PREFERENCES,

@@ -39,16 +39,16 @@ BUDGETS = {
     "forecast": 929,  # over-sampling and partial rollouts
     ".": 1_601,  # names and forms of secrets
     "memory": 2_057,  # host memory part by part, towers, one base of two roles, masks, drafts
-    "models": 6_098,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
+    "models": 6_101,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
     "observe": 3_416,  # profiles, three trackers, ranges of recipes, rejected drafts
     "page": 1_618,
     "processes": 1_108,  # the preloaded process
-    "prompts": 5_570,  # images, preferences, forms of messages, what templates leave out
-    "rollout": 10_069,  # images of answers, of teachers and of reward models, evaluation sets
+    "prompts": 5_562,  # images, preferences, forms of messages, what templates leave out
+    "rollout": 10_072,  # images of answers, of teachers and of reward models, evaluation sets
     "run": 2_320,  # teachers that see, lengths for longrope, profiles, data sets from Python
     "samples": 2_419,  # rewards of tokens and turns, whole pairs, images behind other prompts
     "sandbox": 925,
-    "trainer": 9_859,  # a critic that shares its base, attention within images by packed kernels
+    "trainer": 9_852,  # a critic that shares its base, attention within images by packed kernels
     "user_code": 1_265,  # functions that are known to be sync
     "weights": 3_065,  # sessions of newer SGLang
 }

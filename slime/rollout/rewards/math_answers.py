@@ -1508,7 +1508,9 @@ def _same_value_of(g: Any, a: Relation) -> bool | None:
 
 
 def _same_relations(g: Relation, a: Relation) -> bool | None:
-    g, a = _short(_with_name(g, a)), _short(_with_name(a, g))
+    named = _with_name(g, a)
+    a = _short(_with_name(a, g))
+    g = _short(named)
     if g.signs == a.signs == ("=",):
         heads = sorted(str(getattr(side, "text", "")) for side in (g.sides[0], a.sides[0]))
         if re.fullmatch(r"[fgh]\(x\)", heads[0]) and heads[1] == "y":

@@ -28,7 +28,8 @@ _WORDS = {
     "prawidłowa|správně|správná|corectă|corect|правильный|правильно|правильным|верный|верно|"
     "правильна|σωστή|σωστό|doğru|doğrudur|benar|đúng|صحيحة|الصحيحة|सही",
     "wrong": "falsch|falsche|falschen|faux|fausse|incorrect|incorrecte|incorrecta|incorrecto|falsa|"
-    "falso|errada|errado|sbagliata|sbagliato|onjuist|fout|fel|feil|forkert|błędna|niepoprawna|špatně|greșită|"
+    "falso|errada|errado|sbagliata|sbagliato|onjuist|fout|fel|feil|forkert|błędna|niepoprawna|"
+    "špatně|greșită|"
     "неверно|неверный|неправильный|неправильно|неправильна|λάθος|yanlış|yanlıştır|salah|sai|خطأ|"
     "गलत",
     "but": "sondern|sino|bensì|maar|utan|lecz|nýbrž|ci|а|αλλά|melainkan|mà là|بل|बल्कि",

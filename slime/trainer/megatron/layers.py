@@ -225,15 +225,12 @@ class ClampedGLU(torch.autograd.Function):
 
 
 class GatedActivation(torch.nn.Module):
-    """The activation of a gated MLP on ``[gate | up]``, as a module in Megatron's layer spec."""
+    """The activation of an MLP with `ModelSpec.has_plain_gate` on ``[gate | up]``, as a module in
+    Megatron's layer spec."""
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__()
         self.activation = config.activation_func
-
-    @staticmethod
-    def takes(activation: Callable[[Tensor], Tensor]) -> bool:
-        return activation in _BACKWARD
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cuda" and self.activation is F.silu:

@@ -538,11 +538,7 @@ def transformer_config(
     made: TransformerConfig = config_class(**arguments | mixer.megatron_overrides)
     made.moe_router_enable_expert_bias = has_bias
     # Megatron's slot for another module, which it refuses for activations that are not TE's
-    made.use_te_activation_func = (
-        made.gated_linear_unit
-        and not made.add_bias_linear
-        and GatedActivation.takes(made.activation_func)
-    )
+    made.use_te_activation_func = spec.has_plain_gate
     if RECOMPUTE_ACTIVATION in config.megatron.recompute_modules:
         made.recompute_modules.append(RECOMPUTE_ACTIVATION)  # which Megatron would refuse
     return made
