@@ -14,7 +14,6 @@ from slime import log
 from slime.processes.garbage import freeze_gc
 from slime.trainer.megatron import device
 from tests.support.gloo_loop import share_gloo_loop
-from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import Pools, fork_rank_server
 
 # as a trainer does before anything imports megatron, which many modules of tests do
@@ -35,6 +34,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with layers for the virtual stages of two ranks."""
+    from tests.support.tiny_models import save_tiny
+
     directory = tmp_path_factory.mktemp("deep")
     save_tiny("qwen3", directory, layers=4)
     return directory

@@ -22,6 +22,7 @@ def join_job(info: Any) -> int:
     return os.getpid()
 
 
+@pytest.mark.skipif(os.environ["OMP_NUM_THREADS"] != "1", reason="OpenMP's threads forbid forks")
 def test_ranks_are_forks_of_pytest(ranks: Pools) -> None:
     """A new Python would import for 7 CPU seconds. It is needed if a module starts a thread while
     tests are collected."""
