@@ -14,6 +14,10 @@ under a name of their own, and what the engine holds is compared with what was s
 drawn anew before each push. While requests run, new ones name the newest version, and those under
 way end with theirs; the next push waits until all name the newest.
 
+Before the pushes, adapters of one kind of layer after the other (of gated projections, each half)
+get random values and the others zeros, and both sides score the same tokens: an engine that puts a
+half in the other's place, or does not apply a kind, differs by as much as the adapter's effect.
+
 Generation is measured without the trainer: requests for the base and for an adapter in turns on the
 same server, then for the base on a server that was started without adapters.
 """
@@ -22,12 +26,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import multiprocessing as mp
 import os
 import random
+import statistics
 import sys
 import threading
+import urllib.request
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +55,12 @@ from benchmarks.gpu.setting import (
 )
 from slime.config import make_config
 from slime.engines.adapters import ADAPTER_FIELD, UNLOAD_ADAPTER, adapter_name
+from slime.engines.image_canary import scoring_request
+from slime.weights.canary import canary_tokens
 
 _PATIENCE = 300.0
+_MOST_OF_EFFECT = 0.3  # a half in the wrong place differs by the whole effect or more
+_UP_SCALE = 0.2  # standard deviation of B: adapters add about as much as the layer computes
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -84,14 +96,18 @@ def with_adapters(args: argparse.Namespace, folder: Path) -> Row:
         outcomes = traffic.stop()
         speeds = asyncio.run(generation(args, url, ["", traffic.name]))
     base, adapted = (median(speeds[name]) for name in ("", traffic.name))
-    seconds = {when: median([one["total"] for one in pushes[when]]) for when in pushes}
+    seconds = {
+        when: median([one["total"] for one in pushes[when]]) for when in ("idle", "loaded")
+    }
     lost = sum(count for reason, count in outcomes.items() if reason != "length")
+    effects = pushes.pop("applied")
     return {
         "shape": str(args.model or args.shape),
         "lora_rank": args.rank,
         "bytes": pushes["idle"][-1]["bytes"],
         "push_seconds": seconds,
         "outcomes": dict(outcomes),
+        "applied": effects,
         "base_tokens_per_second": base,
         "adapter_tokens_per_second": adapted,
         "raw": {**pushes, "tokens_per_second": list(speeds.values())},
@@ -100,6 +116,14 @@ def with_adapters(args: argparse.Namespace, folder: Path) -> Row:
             at_most(f"push, {args.in_flight} requests in flight", seconds["loaded"], 0.1, "s"),
             at_most("requests that did not end by themselves", lost, 0),
             at_least("tokens/s, adapter ÷ base", adapted / base, 0.85),
+            *(
+                at_most(
+                    f"{kind}: trainer and engine differ, share of the adapter's effect",
+                    one["differs"] / one["effect"],
+                    _MOST_OF_EFFECT,
+                )
+                for kind, one in effects.items()
+            ),
         ],
     }
 
@@ -172,8 +196,13 @@ def push(
         receipt = sync.push(has_learned=True)
         return {**receipt.seconds, "bytes": receipt.nbytes, "checked": len(receipt.checked)}
 
-    one()  # compares the base first
-    receipts: dict[str, list[Row]] = {"idle": [one() for _ in range(rounds)], "loaded": []}
+    effects = applied(backend, sync, url)
+    one()
+    receipts: dict[str, Any] = {
+        "applied": effects,
+        "idle": [one() for _ in range(rounds)],
+        "loaded": [],
+    }
     answer(sync.version)
     for _ in range(rounds):
         if not go.wait(_PATIENCE):
@@ -186,6 +215,63 @@ def push(
     answer(receipts)
     sync.close()
     backend.close()
+
+
+def applied(backend: Any, sync: Any, url: str) -> dict[str, Row]:
+    """Push adapters of one kind of layer after the other. Return for each kind its mean effect on
+    log-probs in the trainer, and the mean difference of trainer and engine.
+
+    The first push compares the base.
+    """
+    import torch
+
+    from slime.trainer.megatron.adapters import LowRankAdapter
+
+    tokens = canary_tokens(backend.spec.vocab_size, 64)
+    base = backend.canary_log_probs(tokens, base=True)
+    kinds: dict[str, list[tuple[Any, int]]] = {}
+    for chunk in backend.model_chunks:
+        for name, module in chunk.named_modules():
+            if isinstance(module, LowRankAdapter):
+                kind = ".".join(name.split(".")[-3:-1])  # "experts.linear_fc1", for example
+                for half in range(module.halves):
+                    label = f"{kind}, {('gate', 'up')[half]}" if module.halves > 1 else kind
+                    kinds.setdefault(label, []).append((module, half))
+    adapters = list(dict.fromkeys(module for found in kinds.values() for module, _ in found))
+    effects: dict[str, Row] = {}
+    for kind, found in kinds.items():
+        with torch.no_grad():
+            for adapter in adapters:
+                other = adapter.down if adapter.begins_with_zeros is adapter.up else adapter.up
+                other.normal_(0.0, other.size(-1) ** -0.5)
+                adapter.begins_with_zeros.zero_()
+            for adapter, half in found:
+                side = adapter.begins_with_zeros
+                rows = side if adapter.halves == 1 else side.chunk(2, dim=-2)[half]
+                rows.normal_(0.0, _UP_SCALE)
+        ours = backend.canary_log_probs(tokens)
+        sync.push()
+        name = adapter_name(sync.version)
+        theirs = ask(url + "/generate", scoring_request(tokens) | {ADAPTER_FIELD: name})
+        ask(url + UNLOAD_ADAPTER, {"lora_name": name})
+        scores = [entry[0] for entry in theirs["meta_info"]["input_token_logprobs"][1:]]
+        effects[kind] = {
+            "effect": _distance(ours, base),
+            "differs": _distance(ours, scores),
+        }
+    return effects
+
+
+def _distance(one: Sequence[float], other: Sequence[float]) -> float:
+    return statistics.fmean(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def ask(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=_PATIENCE) as answer:
+        return json.load(answer)
 
 
 # -- requests --------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def _write_model(shape: str, path: Path) -> None:
 
     settings = dict(SHAPES[shape])
     kind = settings.pop("model_type")
-    if kind == "qwen3_5_text":
+    if kind in ("qwen3_5_text", "qwen3_5_moe_text"):
         vision_models.write_qwen3_5(settings, path)
         return
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):

@@ -25,16 +25,17 @@ def tokenizer_with_marks() -> tuple[Any, dict[str, Any]]:
 
 
 def write_qwen3_5(decoder: dict[str, Any], path: Path) -> None:
-    """Write a Qwen3.5 of these sizes with a small vision tower: SGLang serves no text models of
-    Qwen3.5."""
-    from transformers import Qwen3_5Config
+    """Write a Qwen3.5 of these sizes, dense or with experts, and a small vision tower: SGLang
+    serves no text models of Qwen3.5."""
+    from transformers import Qwen3_5Config, Qwen3_5MoeConfig
 
     tokenizer, tokens = tokenizer_with_marks()
     rope = dict(decoder["rope_parameters"])
     rotated = int(decoder["head_dim"] * rope["partial_rotary_factor"]) // 2
     third = rotated // 3
     rope |= {"mrope_section": [rotated - 2 * third, third, third], "mrope_interleaved": True}
-    config = Qwen3_5Config(
+    kind = Qwen3_5MoeConfig if "num_experts" in decoder else Qwen3_5Config
+    config = kind(
         text_config=decoder
         | {"rope_parameters": rope, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None},
         vision_config={

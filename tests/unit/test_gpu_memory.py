@@ -45,7 +45,7 @@ class GPU:
     def sleep(self, keep_weights: bool) -> dict[str, float]:
         self.trainer = {"weights"} & self.trainer if keep_weights else set()
         self.log.append("sleep but for weights" if keep_weights else "sleep")
-        return {"perf/trainer_asleep_gb": 1.0}
+        return {} if keep_weights else {"perf/trainer_asleep_gb": 1.0}
 
     def wake(self) -> dict[str, float]:
         assert self.engine == self.kept, "the trainer wakes while engines hold memory"

@@ -512,14 +512,14 @@ class MegatronBackend(TrainerProcess):
     def sleep(self, *, keep_weights: bool = False) -> dict[str, float]:
         """Free the GPU's memory until `wake`; without a GPU do nothing. It can be called twice,
         first with ``keep_weights``. Return ``perf/trainer_asleep_gb``: the memory that torch still
-        holds on the GPU."""
+        holds on the GPU when all is freed."""
         if not device.has_gpu():
             return {}
         with PhaseMemory(self.config, self.ranks.device).phase("sleep"):
             freed = self._offloader().sleep(keep_weights=keep_weights)
         held = torch.cuda.memory_reserved() / 1e9
         logger.info("trainer asleep: %.1f GB freed, %.1f GB held", freed / 1e9, held)
-        return {"perf/trainer_asleep_gb": held}
+        return {} if keep_weights else {"perf/trainer_asleep_gb": held}
 
     def wake(self) -> dict[str, float]:
         """Restore weights and optimizer exactly on the GPU. Return ``perf/free_before_wake_gb``:
