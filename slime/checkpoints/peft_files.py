@@ -49,6 +49,7 @@ from slime.models.adapters import (
     adapted_layers,
     adapter_family,
     by_expert,
+    joins_gate_and_up,
     peft_name,
     split_peft_name,
     with_module,
@@ -537,8 +538,9 @@ def fitted(
 ) -> dict[str, TensorSource]:
     """Return the tensors of the table of ``adapters``, by its names.
 
-    The padding of experts with a lower rank is removed, sides that experts share are taken from the
-    first expert, and another alpha is folded into B.
+    The padding of experts with a lower rank is removed, gate and up that have the A of both get
+    their own, sides that experts share are taken from the first expert, and another alpha is folded
+    into B.
 
     Args:
         flag: the flag that names the adapter, for messages.
@@ -550,7 +552,12 @@ def fitted(
     wanted = dict(adapter_family(family, spec, adapters).hf_tensors(spec))
     by_name = {name: list(by_expert(name, spec.num_experts)) for name in wanted}
     _check_names(adapter, {one for several in by_name.values() for one in several})
-    if adapter.rank not in ranks:
+    is_joined = (
+        joins_gate_and_up(family, adapters)
+        and adapter.rank == 2 * adapters.rank
+        and _is_joined(adapter.tensors)
+    )
+    if adapter.rank not in ranks and not is_joined:
         raise UserError(
             f"the adapter {adapter.directory} has rank {adapter.rank}, --lora-rank is "
             f"{adapters.rank}",
@@ -559,9 +566,17 @@ def fitted(
         )
     tensors: dict[str, TensorSource] = {}
     for name, shape in wanted.items():
-        is_expert = _EXPERT.fullmatch(module_of(by_name[name][0])) is not None
-        scaling = adapters.expert_scaling if is_expert else adapters.scaling
-        tensors[name] = _fit(adapter, by_name[name], shape, adapter.scaling / scaling)
+        expert = _EXPERT.fullmatch(module_of(by_name[name][0]))
+        scaling = adapters.scaling if expert is None else adapters.expert_scaling
+        leaf = expert["leaf"] if expert is not None and is_joined else ""
+        tensors[name] = _fit(
+            adapter,
+            by_name[name],
+            shape,
+            adapter.scaling / scaling,
+            start=adapters.rank if leaf == "up_proj" else 0,
+            has_other_rows=leaf in ("gate_proj", "up_proj") and _side(name) == "A",
+        )
     return tensors
 
 
@@ -589,10 +604,21 @@ def _check_names(adapter: PeftAdapter, expected: set[str]) -> None:
 
 
 def _fit(
-    adapter: PeftAdapter, names: list[str], shape: tuple[int, ...], ratio: float
+    adapter: PeftAdapter,
+    names: list[str],
+    shape: tuple[int, ...],
+    ratio: float,
+    *,
+    start: int,
+    has_other_rows: bool,
 ) -> TensorSource:
     """Make one tensor of the table from those of the file, which must be equal if there are
-    several."""
+    several.
+
+    Args:
+        start: index on the axis of the rank.
+        has_other_rows: the rows beside it belong to another tensor; else they must be zeros.
+    """
     source = adapter[names[0]]
     is_b = _side(names[0]) == "B"
     axis = 1 if is_b else 0
@@ -616,14 +642,16 @@ def _fit(
                     why="with --lora-experts shared-outer they are one tensor",
                     fix="pass --lora-experts per-expert",
                 )
-        beyond = whole.narrow(axis, rank, whole.shape[axis] - rank)
-        if bool(beyond.any()):
+        end = start + rank
+        before = whole.narrow(axis, 0, start)
+        beyond = whole.narrow(axis, end, whole.shape[axis] - end)
+        if not has_other_rows and bool(before.any() or beyond.any()):
             raise UserError(
                 f"{adapter.directory}: {names[0]} has rank {whole.shape[axis]}",
                 why=f"with --lora-rank-by-topk experts have rank {rank}",
                 fix="leave --lora-rank-by-topk out",
             )
-        kept = whole.narrow(axis, 0, rank)
+        kept = whole.narrow(axis, start, rank)
         return _scaled(kept, ratio) if is_b else kept
 
     return _Computed(shape, make)
@@ -667,11 +695,15 @@ def write_adapter(
     given = {name: tensor.detach().to("cpu") for name, tensor in given.items()}
     whole = {one: given[name] for name in given for one in by_expert(name, spec.num_experts)}
     whole |= _zeros(whole, spec)
-    rank = max(tensor.shape[0] for name, tensor in whole.items() if _side(name) == "A")
     family = table_of(spec)
     modules = family.modules
+    layout = layout or peft_layout(family)
+    rank = max(tensor.shape[0] for name, tensor in whole.items() if _side(name) == "A")
+    if layout == "per-expert" and family.interleaves_experts:
+        whole = _joined({name: one.make() for name, one in _padded(whole, rank).items()})
+        rank *= 2
     config = _config(whole, rank, adapters.alpha, adapters.dropout, base, modules)
-    if (layout or peft_layout(family)) == "peft-3d":
+    if layout == "peft-3d":
         whole = _with_expert_modules(whole, modules)
         config |= _stacked_config(map(module_of, whole), adapters.expert_rank, adapters.alpha, rank)
         makers = _stacked(whole, family.interleaves_experts)
@@ -697,10 +729,14 @@ def write_plain(directory: str | Path, adapter: PeftAdapter, spec: ModelSpec | N
     """
     tensors = {**adapter.tensors, **(_zeros(adapter.tensors, spec) if spec is not None else {})}
     modules = table_of(spec).modules if spec is not None else SAME_NAMES
-    config = _config(tensors, adapter.rank, adapter.alpha, adapter.dropout, adapter.base, modules)
+    rank = adapter.rank
+    makers = {name: _output_of(source, source[:1].dtype) for name, source in tensors.items()}
+    if spec is not None and table_of(spec).interleaves_experts:
+        rank *= 2
+        makers = _padded(_joined({name: source[:] for name, source in tensors.items()}), rank)
+    config = _config(tensors, rank, adapter.alpha, adapter.dropout, adapter.base, modules)
     if spec is not None:
         config["target_modules"] = _targets(tensors, spec)
-    makers = {name: _output_of(source, source[:1].dtype) for name, source in tensors.items()}
     return _write(Path(directory), config, makers, modules)
 
 
@@ -745,6 +781,7 @@ def is_loadable(adapter: PeftAdapter, spec: ModelSpec | None = None) -> bool:
     lacks = spec is not None and (
         bool(_zeros(adapter.tensors, spec))
         or any("." in target for target in _targets(adapter.tensors, spec))
+        or (table_of(spec).interleaves_experts and not _is_joined(adapter.tensors))
     )
     return has_leaves and not odd and not lacks and not parameters & {_GATE_UP, _DOWN}
 
@@ -876,6 +913,44 @@ def _padded(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, _Output
 
         outputs[name] = _Output(shape, tensor.dtype, make)
     return outputs
+
+
+def _joined(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Give gate and up of each expert the A of both, as engines need it where their rows alternate
+    (`slime.models.adapters.joins_gate_and_up`). All matrices have one rank; twice that rank, with
+    the same alpha, gives the same products."""
+    import torch
+
+    outputs = dict(tensors)
+    for gate, up in _gates_and_ups(tensors):
+        both = torch.cat([tensors[peft_name(module, "A")] for module in (gate, up)])
+        for module, place in ((gate, 0), (up, 1)):
+            b = _scaled(tensors[peft_name(module, "B")], 2.0)
+            columns = b.shape[1]
+            padding = (place * columns, columns - place * columns)
+            outputs[peft_name(module, "B")] = torch.nn.functional.pad(b, padding)
+            outputs[peft_name(module, "A")] = both
+    return outputs
+
+
+def _is_joined(tensors: Mapping[str, TensorSource]) -> bool:
+    """Tell whether gate and up of each expert have the same A."""
+    return all(
+        bool((tensors[peft_name(gate, "A")][:] == tensors[peft_name(up, "A")][:]).all())
+        for gate, up in _gates_and_ups(tensors)
+    )
+
+
+def _gates_and_ups(tensors: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the modules of gate and up of all experts with adapters of both."""
+    modules = {module_of(name) for name in tensors}
+    pairs = []
+    for gate in sorted(modules, key=_natural):
+        found = _EXPERT.fullmatch(gate)
+        if found is not None and found["leaf"] == "gate_proj":
+            up = gate.removesuffix("gate_proj") + "up_proj"
+            pairs += [(gate, up)] if up in modules else []
+    return pairs
 
 
 def _dense_beside_experts(modules: Iterable[str]) -> list[str]:

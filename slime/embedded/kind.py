@@ -10,6 +10,8 @@ from slime.engines.kinds import EngineKind, named_paths
 from slime.engines.launch import ONE_GPU, EngineFootprint, EnginePlace, LaunchSpec
 from slime.engines.model_groups import GroupRules, served_models
 from slime.errors import UserError
+from slime.models import family_of
+from slime.models.adapters import AdapterConfig, served_rank
 from slime.processes.host import python_module
 from slime.prompts.images import sees_images
 
@@ -40,8 +42,10 @@ def embedded_command(
     longest = config.rollout.rollout_max_context_len
     if longest is not None and is_policy:
         argv += ["--max-context-len", str(longest)]
-    if config.lora.lora_rank and is_policy:
-        argv += ["--enable-lora", "--max-lora-rank", str(config.lora.lora_rank)]
+    adapters = AdapterConfig.of(config) if is_policy else None
+    if adapters is not None:
+        family = family_of(model_path, config.checkpoint.model_name)
+        argv += ["--enable-lora", "--max-lora-rank", str(served_rank(family, adapters))]
     other = place.model_path
     if config.images.multimodal_keys and (other is None or sees_images(Path(other))):
         argv += ["--enable-multimodal", "--limit-images", str(config.images.images_per_sample)]

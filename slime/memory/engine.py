@@ -11,7 +11,7 @@ from slime.config.config import Config
 from slime.engines.kinds import engine_of
 from slime.engines.launch import EngineFootprint
 from slime.models import table_of
-from slime.models.adapters import AdapterConfig, adapter_family
+from slime.models.adapters import AdapterConfig, adapter_family, served_rank
 from slime.models.ignore_list import examine, matrices
 from slime.models.layouts import FusedQKV, LatentProjection
 from slime.models.mixers import FLOAT32_BYTES, mixer_of
@@ -127,7 +127,8 @@ class EngineSettings(EngineFootprint):
             # each rank holds the whole adapter of the embedding
             is_cut = parameter.rule.layout.tp_axis is not None and not parameter.is_embedding
             held += parameter.numel / (self.tensor if is_cut else 1)
-        return self.adapters_at_once * held * self.element
+        ranks = served_rank(table_of(spec), self.adapters) / self.adapters.rank
+        return self.adapters_at_once * held * ranks * self.element
 
     @property
     def kv_per_token(self) -> float:

@@ -189,6 +189,28 @@ class AdapterConfig:
         return self.alpha / self.rank_of(rule)
 
 
+# -- in engines ------------------------------------------------------------------------------------
+
+
+def joins_gate_and_up(family: ModelFamily, adapters: AdapterConfig) -> bool:
+    """Tell whether gate and up of an expert need the same A in engines.
+
+    In gpt-oss their rows alternate. SGLang (0.5.16) orders the rows of B alike, and yet applies the
+    A of gate to the first half of the rows and the A of up to the second. That is right only if
+    both are equal. So engines get both A's in the place of each, and zeros in B beside them:
+
+        A_gate = A_up = [A of gate; A of up]      B_gate = [B of gate, 0]      B_up = [0, B of up]
+    """
+    return family.interleaves_experts and not adapters.targets.isdisjoint(("gate_proj", "up_proj"))
+
+
+def served_rank(family: ModelFamily, adapters: AdapterConfig) -> int:
+    """Return the rank of all adapters in engines, which have one for all layers."""
+    if not joins_gate_and_up(family, adapters):
+        return adapters.rank
+    return max(adapters.rank, 2 * adapters.expert_rank)
+
+
 # -- targets ---------------------------------------------------------------------------------------
 
 

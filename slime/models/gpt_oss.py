@@ -1,7 +1,6 @@
 """gpt-oss-20b, gpt-oss-120b (``GptOssForCausalLM``): attention with sinks, a window in every second
 layer, YaRN; experts in all layers, as stacks, with clamped gated units; biases on every matrix of a
-layer. Files in MXFP4 are read as plain weights (docs/quantisation.md#mxfp4). Only attention can
-have adapters."""
+layer. Files in MXFP4 are read as plain weights (docs/quantisation.md#mxfp4)."""
 
 from __future__ import annotations
 

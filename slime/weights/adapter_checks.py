@@ -39,7 +39,7 @@ def check_engine(
             why="it was started without them (--enable-lora), or has several replicas, into which "
             "SGLang loads none",
             fix="let the run start its engines, or start this one with --enable-lora "
-            f"--max-lora-rank {adapters.rank} --lora-target-modules {' '.join(layout.targets)} "
+            f"--max-lora-rank {layout.rank} --lora-target-modules {' '.join(layout.targets)} "
             "--max-loras-per-batch 3",
         )
     if abilities.quantises and not has_quantised_base:
@@ -50,12 +50,18 @@ def check_engine(
             fix="start it without --quantization and --torchao-config; for a quantised base pass a "
             "directory of slime convert hf-to-fp8 or hf-to-int4 as --hf-checkpoint, here and there",
         )
-    if 0 < abilities.adapter_rank < adapters.rank:
+    if 0 < abilities.adapter_rank < layout.rank:
         raise UserError(
-            f"--lora-rank {adapters.rank} is above what engine {url} has room for, "
+            f"adapters of rank {layout.rank} are above what engine {url} has room for, "
             f"{abilities.adapter_rank}",
-            why="an engine reserves memory for adapters of --max-lora-rank when it starts",
-            fix=f"start it with --max-lora-rank {adapters.rank}, or lower --lora-rank",
+            why="an engine reserves memory for adapters of --max-lora-rank when it starts"
+            + (
+                ", and for this model it gets two ranks for each of --lora-rank, since gate and up "
+                "of an expert share an A there"
+                if layout.rank != adapters.rank
+                else ""
+            ),
+            fix=f"start it with --max-lora-rank {layout.rank}, or lower --lora-rank",
         )
     if missing:
         raise UserError(

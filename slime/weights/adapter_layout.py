@@ -7,14 +7,15 @@ of a hundred, and the form that SGLang applies:
 
     ….mlp.experts.gate_proj.lora_A.weight    [experts, rank, in], or [1, rank, in] if they share it
 
-An engine multiplies a whole adapter by one factor, alpha / rank. If experts have a lower rank,
-their adapters are padded with zeros, and B is multiplied by rank / expert rank.
+An engine multiplies a whole adapter by one factor, alpha / rank. Adapters of a lower rank are
+padded with zeros, and their B is multiplied by the ratio of the ranks. Where gate and up of an
+expert need the same A (`slime.models.adapters.joins_gate_and_up`), both get both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -28,7 +29,9 @@ from slime.models.adapters import (
     AdapterConfig,
     Side,
     begins_with_zeros,
+    joins_gate_and_up,
     peft_name,
+    served_rank,
     with_single_experts,
 )
 from slime.models.layouts import ROW
@@ -37,6 +40,7 @@ from slime.models.peft_config import plain_config
 
 #: The two matrices of an adapter.
 SIDES: tuple[Side, ...] = ("A", "B")
+_GATE_AND_UP = ("gate_proj", "up_proj")
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,14 @@ class Piece:
         expert: index in its first axis; None for a tensor of two axes.
         side: tells the axis of the rank: the last but one of A, the last of B.
         factor: multiplies the numbers.
+        start: index on the axis of the rank.
     """
 
     name: str
     expert: int | None
     side: Side
     factor: float
+    start: int
 
     def view(self, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Return the place in the sent tensor for a trained tensor of this shape, or for a run of
@@ -63,7 +69,7 @@ class Piece:
         elif self.expert is not None:
             tensor = tensor[self.expert]
         axis = -2 if self.side == "A" else -1
-        return tensor.narrow(axis, 0, shape[axis])
+        return tensor.narrow(axis, self.start, shape[axis])
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,8 @@ class AdapterLayout:
         adapters: rank, factor and layers.
         trained: name → shape of the trainer's tensors.
         sent: name → shape of the engines' tensors, in the order of layers.
-        pieces: name of a trained tensor → its place.
+        pieces: name of a trained tensor → its places.
+        rank: of all sent tensors.
         targets: last name parts of all layers with an adapter in an engine.
         lone_queries: the model has a ``q_proj`` without ``k_proj`` and ``v_proj``.
     """
@@ -101,7 +108,8 @@ class AdapterLayout:
     adapters: AdapterConfig
     trained: dict[str, Shape]
     sent: dict[str, Shape]
-    pieces: dict[str, Piece]
+    pieces: dict[str, tuple[Piece, ...]]
+    rank: int
     targets: tuple[str, ...]
     lone_queries: bool
 
@@ -112,22 +120,35 @@ class AdapterLayout:
         assert adapters is not None, "a model without adapters"
         trained = parameters.trained
         modules = dict(_modules(parameters, adapters))
+        joins = joins_gate_and_up(parameters.family, adapters)
+        rank = served_rank(parameters.family, adapters)
         sent: dict[str, Shape] = {}
-        pieces: dict[str, Piece] = {}
+        pieces: dict[str, tuple[Piece, ...]] = {}
         for owner in modules.values():
+            own_rank = adapters.expert_rank if owner.experts else adapters.rank
+            is_up = joins and owner.leaf == "up_proj"
             for side in SIDES:
-                whole = owner.name_of(side)
-                sent[whole] = owner.shape_of(side, adapters)
+                sent[owner.name_of(side)] = owner.shape_of(side, rank)
+                receivers = [owner]
+                if joins and side == "A" and owner.leaf in _GATE_AND_UP:
+                    receivers = [owner.beside(leaf) for leaf in _GATE_AND_UP]
                 for name, expert in owner.sources(side, trained):
-                    is_scaled = owner.experts and side == "B"
-                    factor = adapters.rank / adapters.expert_rank if is_scaled else 1.0
-                    pieces[name] = Piece(whole, expert, side, factor)
+                    pieces[name] = tuple(
+                        Piece(
+                            receiver.name_of(side),
+                            expert,
+                            side,
+                            rank / own_rank if side == "B" else 1.0,
+                            own_rank if is_up else 0,
+                        )
+                        for receiver in receivers
+                    )
         leaves = sorted({module.rpartition(".")[2] for module in modules})
         lone = any(
             module.endswith(".q_proj") and module.removesuffix("q_proj") + "k_proj" not in modules
             for module in modules
         )
-        return AdapterLayout(adapters, trained, sent, pieces, tuple(leaves), lone)
+        return AdapterLayout(adapters, trained, sent, pieces, rank, tuple(leaves), lone)
 
     @property
     def has_experts(self) -> bool:
@@ -166,12 +187,12 @@ class AdapterLayout:
             KeyError: no trained tensor has this name.
         """
         run = ExpertRun.parse(name)
-        piece = self.pieces[name if run is None else run.expert_name(run.first)]
-        view = piece.view(views[piece.name], tensor.shape)
-        if piece.factor == 1.0:
-            view.copy_(tensor)
-        else:
-            view.copy_(tensor.float() * piece.factor)
+        for piece in self.pieces[name if run is None else run.expert_name(run.first)]:
+            view = piece.view(views[piece.name], tensor.shape)
+            if piece.factor == 1.0:
+                view.copy_(tensor)
+            else:
+                view.copy_(tensor.float() * piece.factor)
 
     def largest(self, flat: torch.Tensor, dtype: torch.dtype) -> LargestValues:
         """Return the largest absolute value of each trained tensor.
@@ -194,11 +215,18 @@ class AdapterLayout:
 
     @cached_property
     def _by_size(self) -> dict[int, list[str]]:
-        """Numbers in a matrix → names of the sent tensors, single or stacked, of such matrices."""
+        """Numbers in a matrix → names of the sent tensors, single or stacked, of such matrices. The
+        A's of gate and up that are in one tensor count as two matrices."""
         sizes: dict[int, list[str]] = {}
         for name, shape in self.sent.items():
-            sizes.setdefault(prod(shape[-2:]), []).append(name)
+            rows = self.adapters.expert_rank if name in self._joined else shape[-2]
+            sizes.setdefault(rows * shape[-1], []).append(name)
         return sizes
+
+    @cached_property
+    def _joined(self) -> set[str]:
+        """Names of the sent tensors with the A's of gate and up."""
+        return {piece.name for places in self.pieces.values() if places[1:] for piece in places}
 
     @cached_property
     def _matrices(self) -> tuple[list[str], torch.Tensor, torch.Tensor]:
@@ -206,11 +234,16 @@ class AdapterLayout:
         it begins with zeros."""
         first: dict[str, int] = {}
         end = 0
-        for names in self._by_size.values():
+        for size, names in self._by_size.items():
             for name in names:
                 first[name] = end
-                end += prod(self.sent[name][:-2])
-        places = [first[piece.name] + (piece.expert or 0) for piece in self.pieces.values()]
+                end += prod(self.sent[name]) // size
+        places = []
+        for piece, *_ in self.pieces.values():
+            place = piece.expert or 0
+            if piece.name in self._joined:
+                place = (place * self.rank + piece.start) // self.adapters.expert_rank
+            places.append(first[piece.name] + place)
         zeros = [begins_with_zeros(name) for name in self.pieces]
         return list(self.pieces), torch.tensor(places), torch.tensor(zeros)
 
@@ -220,7 +253,7 @@ class AdapterLayout:
         Args:
             base: name or directory of the base model.
         """
-        return plain_config(self.adapters.rank, self.adapters.alpha, self.targets, base)
+        return plain_config(self.rank, self.adapters.alpha, self.targets, base)
 
 
 def split_runs(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
@@ -249,12 +282,19 @@ class _Module:
     experts: int
     shared: tuple[Side, ...] = ()
 
+    @property
+    def leaf(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    def beside(self, leaf: str) -> _Module:
+        return replace(self, path=f"{self.path.rpartition('.')[0]}.{leaf}")
+
     def name_of(self, side: Side) -> str:
         return peft_name(self.path, side)
 
-    def shape_of(self, side: Side, adapters: AdapterConfig) -> Shape:
+    def shape_of(self, side: Side, rank: int) -> Shape:
         rows, columns = self.out_in
-        shape = (adapters.rank, columns) if side == "A" else (rows, adapters.rank)
+        shape = (rank, columns) if side == "A" else (rows, rank)
         if not self.experts:
             return shape
         return (1 if side in self.shared else self.experts, *shape)

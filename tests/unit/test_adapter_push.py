@@ -143,7 +143,7 @@ def test_a_push_that_is_repeated_replaces_what_it_had_loaded(
     [
         ("qwen3_moe", "mlp", ("up_proj", "down_proj")),
         ("mixtral", "block_sparse_moe", ("w3", "w2")),
-        ("gpt_oss", "mlp", ("gate_proj", "down_proj")),
+        ("qwen3_5_moe_text", "mlp", ("gate_proj", "down_proj")),
     ],
 )
 def test_experts_are_stacked(
@@ -178,6 +178,50 @@ def test_a_lower_rank_of_experts_gives_the_same_products() -> None:
     a, b = (model.trained[name.format("1.", side)] for side in "AB")
     expected = adapters.expert_scaling * b.double() @ a.double()
     torch.testing.assert_close(adapters.scaling * up.double() @ down.double(), expected)
+
+
+@pytest.mark.parametrize("experts", ["per-expert", "shared-outer"])
+@pytest.mark.parametrize("targets", [("all-linear",), ("up_proj", "down_proj", "o_proj")])
+@pytest.mark.parametrize("by_topk", [False, True])
+def test_gate_and_up_that_alternate_have_one_a(
+    experts: str, targets: tuple[str, ...], by_topk: bool
+) -> None:
+    """SGLang multiplies the first half of the alternating rows by the A of gate, the rest by that
+    of up."""
+    model = Model(
+        "gpt_oss",
+        lora_rank=8,
+        lora_experts=experts,
+        lora_target_modules=targets,
+        lora_rank_by_topk=by_topk,
+    )
+    sent, adapters, layout = laid_out(model), model.adapters, model.layout
+    layer = f"{PREFIX}mlp.experts."
+    leaves = ("gate_proj", "up_proj")
+    assert layout.rank == max(2 * adapters.expert_rank, adapters.rank)
+    for expert in range(model.spec.num_experts):
+        products = []
+        a = {}
+        for leaf in leaves:
+            a[leaf] = sent[f"{layer}{leaf}.lora_A.weight"]
+            a[leaf] = a[leaf][min(expert, len(a[leaf]) - 1)]
+            b = sent[f"{layer}{leaf}.lora_B.weight"][expert]
+            products.append(adapters.alpha / layout.rank * b.double() @ a[leaf].double())
+            shared = model.trained.get(f"{layer}{leaf}.lora_A.weight")
+            own = model.trained.get(f"{layer}{expert}.{leaf}.lora_A.weight", shared)
+            if own is None:
+                assert leaf not in adapters.targets and not b.any()
+                continue
+            up = model.trained[f"{layer}{expert}.{leaf}.lora_B.weight"]
+            expected = adapters.expert_scaling * up.double() @ own.double()
+            torch.testing.assert_close(products[-1], expected)
+        assert torch.equal(a["gate_proj"], a["up_proj"]) and a["up_proj"].any()
+    name = f"{PREFIX}self_attn.o_proj.lora_{{}}.weight"
+    a, b = (sent[name.format(side)].double() for side in "AB")
+    own = [model.trained[name.format(side)].double() for side in "AB"]
+    torch.testing.assert_close(
+        adapters.alpha / layout.rank * b @ a, adapters.scaling * own[1] @ own[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -258,6 +302,7 @@ def in_runs(tensors: dict[str, torch.Tensor], length: int) -> dict[str, torch.Te
 
 @settings(max_examples=30)
 @given(
+    st.sampled_from(["qwen3_moe", "gpt_oss"]),
     st.sampled_from(["per-expert", "shared-outer"]),
     st.booleans(),
     st.integers(1, 5),
@@ -265,9 +310,14 @@ def in_runs(tensors: dict[str, torch.Tensor], length: int) -> dict[str, torch.Te
     st.data(),
 )
 def test_runs_of_experts_are_sent_as_single_ones(
-    experts: str, by_topk: bool, length: int, dtype: torch.dtype, data: st.DataObject
+    family: str,
+    experts: str,
+    by_topk: bool,
+    length: int,
+    dtype: torch.dtype,
+    data: st.DataObject,
 ) -> None:
-    model = Model("qwen3_moe", lora_rank=8, lora_experts=experts, lora_rank_by_topk=by_topk)
+    model = Model(family, lora_rank=8, lora_experts=experts, lora_rank_by_topk=by_topk)
     layout = model.layout
     broken = data.draw(st.sampled_from(sorted(model.trained)))
     model.trained[broken][-1, -1] = data.draw(st.sampled_from([float("nan"), float("-inf"), -99.0]))
@@ -284,7 +334,7 @@ def test_runs_of_experts_are_sent_as_single_ones(
     largest = layout.largest(buffers[1], dtype)
     assert set(largest.names) == model.trained.keys()
     for name, found in zip(largest.names, largest.values, strict=True):
-        cast = (model.trained[name] * layout.pieces[name].factor).to(dtype)
+        cast = (model.trained[name] * layout.pieces[name][0].factor).to(dtype)
         torch.testing.assert_close(found, cast.abs().max().float(), equal_nan=True, rtol=0, atol=0)
 
 
@@ -527,7 +577,7 @@ ROOM = Abilities("SGLang", (), "slices", adapters=True, adapter_rank=4)
     ("lacks", "said"),
     [
         ({"adapters": False}, "serves no adapters"),
-        ({"adapter_rank": 2}, "--lora-rank 4 is above what engine http://e has room for, 2"),
+        ({"adapter_rank": 2}, "adapters of rank 4 are above what engine http://e has room for, 2"),
         ({"adapter_targets": ("q_proj", "k_proj", "v_proj")}, "no room for adapters of down_proj"),
         ({"adapters_at_once": 1}, "--max-loras-per-batch 3"),
         ({"shares_outer_experts": True}, "--no-experts-shared-outer-loras"),

@@ -160,6 +160,7 @@ def test_adapters_of_experts_in_stacks_are_those_of_peft(
     assert all(torch.equal(back[name][:], tensors[name]) for name in tensors)
     assert not is_loadable(adapter, spec)
     plain = read_adapter(write_plain(tmp_path / "plain", adapter, spec), family_of(base))
+    assert is_loadable(plain, spec) or family != "gpt_oss"
     again = fitted(plain, adapters, *described(base))
     assert all(torch.equal(again[name][:], tensors[name]) for name in tensors)
 

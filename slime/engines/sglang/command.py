@@ -32,7 +32,7 @@ from slime.engines.sglang.drafts import check_drafts, draft_model, draft_options
 from slime.engines.sglang.versions import check_version, installed_version
 from slime.errors import UserError
 from slime.models import family_of
-from slime.models.adapters import AdapterConfig, adaptable, adapted_layers
+from slime.models.adapters import AdapterConfig, adaptable, adapted_layers, served_rank
 from slime.models.mixers import DELTA_PROJECTIONS
 from slime.models.spec import ModelSpec
 from slime.models.table import ModelFamily
@@ -237,7 +237,7 @@ def adapter_options(
     targets = served_targets(adapters.targets, adaptable(family, spec))
     ours: dict[str, Any] = {
         "enable_lora": True,
-        "max_lora_rank": max(adapters.rank, int(given.get("max_lora_rank") or 0)),
+        "max_lora_rank": max(served_rank(family, adapters), int(given.get("max_lora_rank") or 0)),
         "lora_target_modules": sorted({*targets, *(given.get("lora_target_modules") or ())}),
     }
     # the base, which the canary uses, and two versions of the policy; SGLang's default kernels
