@@ -96,9 +96,7 @@ def with_adapters(args: argparse.Namespace, folder: Path) -> Row:
         outcomes = traffic.stop()
         speeds = asyncio.run(generation(args, url, ["", traffic.name]))
     base, adapted = (median(speeds[name]) for name in ("", traffic.name))
-    seconds = {
-        when: median([one["total"] for one in pushes[when]]) for when in ("idle", "loaded")
-    }
+    seconds = {when: median([one["total"] for one in pushes[when]]) for when in ("idle", "loaded")}
     lost = sum(count for reason, count in outcomes.items() if reason != "length")
     effects = pushes.pop("applied")
     return {
