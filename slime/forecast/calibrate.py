@@ -55,7 +55,7 @@ def calibrate(seconds: float) -> Rates:
         launch=_OPERATIONS * operation_seconds("cuda", seconds),
         gpu_gb=torch.cuda.get_device_properties(0).total_memory / 1e9,
         gpus_per_host=torch.cuda.device_count(),
-        flash4=torch.cuda.get_device_capability(0)[0] in FLASH4_WIDEST,
+        flash4=FLASH4_WIDEST.get(torch.cuda.get_device_capability(0)[0], 0),
         source=f"measured by `slime plan --calibrate`; the network as for {base.gpu}",
     )
 

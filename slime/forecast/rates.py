@@ -26,7 +26,8 @@ class Rates:
             backward: a lower bound of a layer's time per micro-batch.
         gpu_gb: memory in 10⁹ bytes.
         source: where the numbers come from.
-        flash4: flash-attn-4 supports the GPU.
+        flash4: maximum head dimension with which flash-attn-4 is used on the GPU; 0: it does not
+            support it.
     """
 
     gpu: str
@@ -39,7 +40,7 @@ class Rates:
     gpu_gb: float
     source: str
     gpus_per_host: int = 8
-    flash4: bool = True
+    flash4: int = 256
 
 
 _H200 = Rates(
@@ -78,7 +79,7 @@ _A100 = Rates(
     host_link=20e9,
     launch=3.5e-3,
     gpu_gb=80.0,
-    flash4=False,
+    flash4=0,
     source=(
         "NVIDIA's data sheet of the A100 80GB SXM (312 TFLOP/s, 2.04 TB/s, NVLink 600 GB/s, PCIe "
         "4.0) times the shares that an H200 reaches of its own (77 %, 68 %, 32 %); network: "
@@ -121,7 +122,8 @@ def load_rates(path: Path) -> Rates:
             if name in ("gpu", "source"):
                 is_right = isinstance(value, str)
             else:
-                is_right = isinstance(value, (int, float)) and (value > 0 or name == "flash4")
+                is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                is_right = is_number and (value > 0 or (name == "flash4" and value == 0))
             if not is_right:
                 raise ValueError(f"{name} cannot be {value!r}")
         return rates

@@ -261,8 +261,10 @@ def saved_by_stage(
         else:
             again = saved[:block]
             rest = saved[block:]
-            kept = len(again) * checkpoint + sum(one.total for one in rest)
-            rebuilt = max(one.total for one in again)
+            of_rest = sum(one.total for one in rest)
+            kept = len(again) * checkpoint + of_rest
+            # the others are freed by then: their backward passes come first
+            rebuilt = max(0.0, max(one.total for one in again) - of_rest)
             uneven = max(one.per_row for one in again) + sum(one.per_row for one in rest)
     working = max(_working(spec, layout, layer, kernels) * kernels.element for layer in layers)
     return StageActivations(kept, rebuilt, working, uneven)

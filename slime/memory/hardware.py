@@ -14,6 +14,8 @@ from slime.processes.host import free_host_memory, host_memory, num_gpus
 #: Maximum head dimension with which flash-attn-4 is used, by major compute capability (data-centre
 #: Hopper and Blackwell).
 FLASH4_WIDEST = {9: 256, 10: 128}
+#: The same for a GPU that flash-attn-4 supports and of which nothing else is known.
+FLASH4_WIDEST_ANYWHERE = min(FLASH4_WIDEST.values())
 #: Minimum head dimension with which the backward pass of flash-attn-4 compiles.
 FLASH4_NARROWEST = 32
 
@@ -36,14 +38,15 @@ class DeviceMemory:
     Attributes:
         nbytes: bytes of the GPU, or of the host without GPUs.
         source: where the size comes from, for messages.
-        flash4: flash-attn-4 supports these GPUs, as far as known.
+        flash4: maximum head dimension with which flash-attn-4 is used on these GPUs, as far as
+            known; 0: it does not support them.
         host: bytes of memory of the smallest host with such a GPU; infinite if unknown.
     """
 
     nbytes: float
     source: str
     on_gpu: bool
-    flash4: bool = True
+    flash4: int = FLASH4_WIDEST_ANYWHERE
     host: float = math.inf
 
 
@@ -79,7 +82,10 @@ def device_memory(
         return DeviceMemory(seen, "as its nodes report", on_gpu=True, host=host)
     found = _driver_gpus()
     if found:
-        flash4 = all(major is None or major in FLASH4_WIDEST for _, major in found)
+        flash4 = min(
+            FLASH4_WIDEST_ANYWHERE if major is None else FLASH4_WIDEST.get(major, 0)
+            for _, major in found
+        )
         smallest = min(size for size, _ in found)
         return DeviceMemory(smallest, DRIVER, on_gpu=True, flash4=flash4, host=host_memory())
     return DeviceMemory(_ASSUMED_GB * 1e9, "assumed; set it with --gpu-memory-gb", on_gpu=True)

@@ -28,7 +28,7 @@ from slime.errors import UserError
 from slime.memory import engine as engine_side
 from slime.memory import trainer as trainer_side
 from slime.memory.engine import EngineSettings
-from slime.memory.hardware import DeviceMemory, device_memory
+from slime.memory.hardware import FLASH4_WIDEST_ANYWHERE, DeviceMemory, device_memory
 from slime.memory.trainer import TrainerSettings, longest_sequence
 from slime.models import family_of, table_of
 from slime.models.adapters import AdapterConfig, count_parameters
@@ -206,7 +206,7 @@ class MemoryPlan:
         return not self.overfull and not self.starved and not self.host_is_full
 
 
-def facts_of(config: Config, *, on_gpu: bool, flash4: bool = True) -> Facts:
+def facts_of(config: Config, *, on_gpu: bool, flash4: int = FLASH4_WIDEST_ANYWHERE) -> Facts:
     """Collect the facts that the plan depends on, from the flags and the model's config.json;
     ``flash4`` as in `DeviceMemory`."""
     placement = PlacementPlan.of(config)

@@ -22,7 +22,7 @@ from slime.memory.activations import (
     saved_by_stage,
     spread_entries,
 )
-from slime.memory.hardware import FLASH4_WIDEST
+from slime.memory.hardware import FLASH4_WIDEST_ANYWHERE
 from slime.models import table_of
 from slime.models.adapters import AdapterConfig, adapter_family
 from slime.models.context import model_context
@@ -111,7 +111,7 @@ class TrainerSettings:
         measured: all "linears" have a quantised copy for log-probs (--measure-quantisation).
         adapters: the trained adapters of a frozen model; None: the model is trained.
         on_gpu: the ranks run on GPUs, where kernels and block sizes differ.
-        grouped: attention kernels support grouped queries (`slime.models.mixers.Kernels`).
+        grouped, one_width: properties of the attention kernels (`slime.models.mixers.Kernels`).
         has_vocabulary: the model predicts tokens; a critic has one output instead.
         has_critic: a critic is trained on the same GPUs (`as_critic`).
         critic_adapters: the trained adapters of a critic with frozen layers.
@@ -148,6 +148,7 @@ class TrainerSettings:
     on_gpu: bool
     frozen_vision: tuple[str, ...] = ()
     grouped: bool = True
+    one_width: bool = True
     rounded: str | None = None
     measured: bool = False
     adapters: AdapterConfig | None = None
@@ -160,13 +161,17 @@ class TrainerSettings:
 
     @staticmethod
     def of(
-        config: Config, spec: ModelSpec, *, on_gpu: bool, flash4: bool = True
+        config: Config,
+        spec: ModelSpec,
+        *,
+        on_gpu: bool,
+        flash4: int = FLASH4_WIDEST_ANYWHERE,
     ) -> TrainerSettings:
         """Read the flags.
 
         Args:
             spec: of the checkpoint, with unpadded vocabulary.
-            flash4: flash-attn-4 supports the GPUs.
+            flash4: as of `slime.memory.hardware.DeviceMemory`.
         """
         megatron = config.megatron
         algorithm = config.algorithm
@@ -213,6 +218,7 @@ class TrainerSettings:
             ),
             on_gpu=on_gpu,
             grouped=not on_gpu or _takes_groups(config, spec, flash4),
+            one_width=not on_gpu or megatron.fp32 or not _by_flash4(config, spec, flash4),
             rounded=config.quantised.fake_quantisation,
             measured=config.quantised.measure_quantisation,
             adapters=adapters,
@@ -643,6 +649,7 @@ class StageMemory:
             settings.element,
             fused=settings.on_gpu,
             grouped=settings.grouped,
+            one_width=settings.one_width,
             score_length=settings.longest if settings.keeps_scores else 0,
         )
         return saved_by_stage(
@@ -701,17 +708,21 @@ class StageMemory:
         return max(trained, default=0) * self.settings.element
 
 
-def _takes_groups(config: Config, spec: ModelSpec, flash4: bool) -> bool:
+def _takes_groups(config: Config, spec: ModelSpec, flash4: int) -> bool:
     """Tell whether attention on GPUs needs no repeated keys and values
     (`slime.trainer.megatron.attention`)."""
-    wide = spec.head_dim > min(FLASH4_WIDEST.values())
+    has_groups = any(mixer.has_query_groups for mixer in mixers_of(spec.transformer))
+    is_new = _torch_version() >= _TORCH_TAKES_GROUPS
+    return is_new or not has_groups or _by_flash4(config, spec, flash4)
+
+
+def _by_flash4(config: Config, spec: ModelSpec, flash4: int) -> bool:
+    """Tell whether flash-attn-4 computes attention in 16 bits on GPUs."""
     torch_only = (
         config.megatron.transformer.get("deterministic_mode")
         or config.train.attention_backend == "flash"
     )
-    by_flash4 = flash4 and not wide and not torch_only
-    has_groups = any(mixer.has_query_groups for mixer in mixers_of(spec.transformer))
-    return by_flash4 or not has_groups or _torch_version() >= _TORCH_TAKES_GROUPS
+    return max(spec.head_dim, spec.value_dim) <= flash4 and not torch_only
 
 
 def _torch_version() -> tuple[int, ...]:

@@ -52,6 +52,7 @@ class Kernels:
             copies queries and keys.
         grouped: attention kernels support grouped queries, like flash-attn-4; otherwise keys and
             values are repeated for every query head, as for torch's kernel before 2.13.
+        one_width: attention kernels need keys and values of one width; the narrower are padded.
         score_length: tokens of the longest sequence, if attention keeps the scores of all pairs of
             tokens; 0: it does not.
     """
@@ -59,6 +60,7 @@ class Kernels:
     element: int
     fused: bool
     grouped: bool = True
+    one_width: bool = True
     score_length: int = 0
 
     def norm(self, width: float, rows: float = 1.0) -> float:
@@ -207,7 +209,12 @@ STACKED_QKV_RULES = tuple(
 
 
 def _attention_saved(
-    spec: ModelSpec, layout: Layout, kernels: Kernels, recomputed: set[str]
+    spec: ModelSpec,
+    layout: Layout,
+    kernels: Kernels,
+    recomputed: set[str],
+    *,
+    is_gated: bool = False,
 ) -> dict[str, float]:
     width = spec.head_dim
     element = kernels.element
@@ -217,7 +224,7 @@ def _attention_saved(
     key_value = 2 * groups * width * element
     has_norms = bool(spec.transformer.get("qk_layernorm")) or spec.wide_qk_norms
     # the fused kernel keeps its input, the mixed product, only for norms; it needs whole groups
-    plain = not spec.wide_qk_norms and not spec.rotates_first
+    plain = not spec.wide_qk_norms and not spec.rotates_first and not is_gated
     one_pass = kernels.fused and spec.num_query_groups >= layout.tensor and plain
     parts = {"mixed product": query + key_value} if has_norms or not one_pass else {}
     if layout.context > 1:
@@ -296,11 +303,10 @@ def _gated_saved(
 ) -> dict[str, float]:
     """Saved bytes of gated attention, which the fused kernel for norms and rotation does not
     support."""
-    parts = _attention_saved(spec, layout, replace(kernels, fused=False), recomputed)
+    parts = _attention_saved(spec, layout, kernels, recomputed, is_gated=True)
     width = spec.num_heads / layout.tensor * spec.head_dim
-    # the gate is part of the mixed product; its sigmoid and the ungated output are kept too
-    gate = width * (2 * kernels.element + FLOAT32_BYTES)
-    return parts | {"gate of the attention output": gate}
+    # the gate is part of the mixed product; the gated output is kept beside the other
+    return parts | {"gate of the attention output": 2 * width * kernels.element}
 
 
 GATED_ATTENTION = replace(
@@ -392,15 +398,18 @@ def _delta_saved(
     mixed = sizes.mixed / layout.tensor
     heads = sizes.value_heads / layout.tensor
     values = heads * sizes.value
+    by_kernels = kernels.fused and element < FLOAT32_BYTES
+    # with kernels only a copy of the gate is kept
+    projected = values if by_kernels else mixed + values + 2 * heads
     parts = {
-        "projections": (mixed + values + 2 * heads) * element,
-        "output of the delta rule": values * FLOAT32_BYTES,
+        "projections": projected * element,
+        "output of the delta rule": values * (element if by_kernels else FLOAT32_BYTES),
         "gated norm": values * element,
     }
     if layout.context > 1:
         parts["exchanged over context ranks"] = (mixed + 2 * heads) * element
-    if kernels.fused:
-        # the convolution's output, normalised queries and keys, and the chunks' triangular systems
+    if by_kernels:
+        # inputs of the convolution and of the rule, and the chunks' triangular systems
         parts["kernels"] = (2 * mixed + _CHUNK * heads) * element + 5 * heads * FLOAT32_BYTES
     return parts
 
@@ -502,9 +511,11 @@ def _latent_saved(
     element = kernels.element
     share = 1 / layout.tensor if layout.sequence_parallel else 1.0
     heads = spec.num_heads / layout.tensor
-    common = max(spec.head_dim, spec.value_dim)  # kernels need keys and values of one width
+    key, value = spec.head_dim, spec.value_dim
+    if kernels.one_width:
+        key = value = max(key, value)
     # the output is copied when it is cut to its width, or exchanged back
-    is_copied = common != spec.value_dim or layout.context > 1
+    is_copied = value != spec.value_dim or layout.context > 1
     rank = _key_rank(spec)
     query_rank = _query_rank(spec)
     latents = (
@@ -517,10 +528,10 @@ def _latent_saved(
         "norms of latents": kernels.norm(
             (rank + query_rank) * share, (2 if query_rank else 1) * share
         ),
-        "attention output": heads * (common + (spec.value_dim if is_copied else 0)) * element,
+        "attention output": heads * (value + (spec.value_dim if is_copied else 0)) * element,
     }
     if "mla_up_proj" not in recomputed:
-        parts["query, key, value"] = heads * common * 3 * element
+        parts["query, key, value"] = heads * (2 * key + value) * element
     if "core_attn" not in recomputed:
         parts["attention statistics"] = heads * FLOAT32_BYTES
     return parts

@@ -837,7 +837,7 @@ def test_gpu_memory_is_asked_of_the_driver(tmp_path: Path, monkeypatch: pytest.M
     seen = device_memory(make_config(hf_checkpoint="m"))
     assert seen.nbytes == 81559 * 2**20 and seen.on_gpu and seen.source == "nvidia-smi"
     assert device_memory(make_config(hf_checkpoint="m", gpu_memory_gb=141)).nbytes == 141e9
-    for capability, flash4 in (("9.0", True), ("8.0", False), ("12.0", False), ("[N/A]", True)):
+    for capability, flash4 in (("9.0", 256), ("8.0", 0), ("12.0", 0), ("[N/A]", 128)):
         script.write_text(f"#!/bin/sh\necho 143771, 9.0\necho 81559, {capability}\n")
         seen = device_memory(make_config(hf_checkpoint="m"))
         assert (seen.nbytes, seen.flash4) == (81559 * 2**20, flash4)

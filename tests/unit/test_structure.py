@@ -36,10 +36,10 @@ BUDGETS = {
     "embedded": 5_925,  # attention within images, sinks, stacks of experts, queries that grow
     "engines": 4_658,  # sessions and ranks of newer SGLang, pictures, overrides without effect
     "environments": 407,
-    "forecast": 929,  # over-sampling and partial rollouts
+    "forecast": 930,  # over-sampling and partial rollouts
     ".": 1_601,  # names and forms of secrets
-    "memory": 2_058,  # host memory part by part, towers, one base of two roles, masks, drafts
-    "models": 6_107,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
+    "memory": 2_071,  # host memory part by part, towers, one base of two roles, masks, drafts
+    "models": 6_116,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
     "observe": 3_416,  # profiles, three trackers, ranges of recipes, rejected drafts
     "page": 1_618,
     "processes": 1_108,  # the preloaded process
@@ -48,7 +48,7 @@ BUDGETS = {
     "run": 2_320,  # teachers that see, lengths for longrope, profiles, data sets from Python
     "samples": 2_419,  # rewards of tokens and turns, whole pairs, images behind other prompts
     "sandbox": 925,
-    "trainer": 9_852,  # a critic that shares its base, attention within images by packed kernels
+    "trainer": 9_861,  # a critic that shares its base, attention within images by packed kernels
     "user_code": 1_265,  # functions that are known to be sync
     "weights": 3_103,  # sessions of newer SGLang
 }

@@ -30,7 +30,7 @@ from slime.models.spec import RotaryKind
 from slime.trainer.gpu_kernels import no_windows
 from slime.trainer.megatron import device
 from slime.trainer.megatron.image_attention import attend_within_images
-from slime.trainer.megatron.layers import NormOfRotated, RMSNorm
+from slime.trainer.megatron.layers import NormOfRotated, RMSNorm, recomputed
 from slime.trainer.megatron.packed import AttentionBlock, PackedSequences, PaddedLayout
 from slime.trainer.megatron.rotary import Rotate
 
@@ -157,7 +157,7 @@ class PackedSelfAttention(SelfAttention):
         core = functools.partial(self.core_attention, sequences=packed_seq_params)
         out = attend(self, core, query, key, value)
         for gate in gates:
-            out = out * gate.to(torch.promote_types(gate.dtype, torch.float32)).sigmoid()
+            out = recomputed(_gated, out, gate)
         return self.linear_proj(out.to(query.dtype).reshape(out.size(0), 1, -1))
 
     def _heads(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
@@ -224,6 +224,11 @@ def _in_one_width(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return kernel(*heads, *options)[..., :own]
 
     return padded
+
+
+def _gated(output: Tensor, gate: Tensor) -> Tensor:
+    precise = gate.to(torch.promote_types(gate.dtype, torch.float32))
+    return (output * precise.sigmoid()).to(gate.dtype)
 
 
 def attend(

@@ -34,13 +34,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from slime.log import get_logger
 from slime.models import delta_rule
 from slime.models.layouts import DeltaNetSizes
 from slime.models.spec import ModelSpec
 from slime.trainer.megatron.context import swap
+from slime.trainer.megatron.layers import recomputed
 from slime.trainer.megatron.packed import DeltaRuns, PackedSequences
 
 logger = get_logger(__name__)
@@ -155,7 +155,10 @@ class PackedGatedDeltaNet(MegatronModule):
         output = output.view(gate.shape)
         # each rank computes only its own heads, so the gradient is the sum over the ranks
         weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
-        normed = _recomputed(
+        if self._by_kernels(mixed, sequences.delta_runs):
+            # the gate is kept for the backward pass, and as a view it would keep all of `projected`
+            gate = gate.contiguous()
+        normed = recomputed(
             delta_rule.gated_norm, output, gate, weight, self.config.layernorm_epsilon
         )
         return self.linear_proj(normed.reshape(normed.size(0), 1, -1))
@@ -185,9 +188,13 @@ class PackedGatedDeltaNet(MegatronModule):
         runs: DeltaRuns,
     ) -> Tensor:
         arguments = (mixed, scalars, *weights, runs, self.sizes)
-        if mixed.is_cuda and mixed.dtype != torch.float32 and runs.are_whole and _kernels():
+        if self._by_kernels(mixed, runs):
             return _with_kernels(*arguments)
-        return _recomputed(_with_torch, *arguments)
+        return recomputed(_with_torch, *arguments)
+
+    def _by_kernels(self, mixed: Tensor, runs: DeltaRuns) -> bool:
+        in_16_bits = mixed.is_cuda and mixed.dtype != torch.float32
+        return in_16_bits and runs.are_whole and _kernels() is not None
 
     def sharded_state_dict(
         self,
@@ -201,22 +208,6 @@ class PackedGatedDeltaNet(MegatronModule):
             found |= module.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
         own = {name: getattr(self, name) for name in (*_CUT, "norm_weight")}
         return found | make_sharded_tensors_for_checkpoint(own, prefix, _CUT, sharded_offsets)
-
-
-def _recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Return ``function(*arguments)``; save only the arguments and recompute in the backward
-    pass."""
-    if not torch.is_grad_enabled():
-        return function(*arguments)
-    found = checkpoint(
-        function,
-        *arguments,
-        use_reentrant=False,
-        preserve_rng_state=False,
-        determinism_check="none",
-    )
-    assert isinstance(found, Tensor)
-    return found
 
 
 def _spread(values: Tensor) -> Tensor:

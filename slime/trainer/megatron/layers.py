@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from slime.models.activations import QUICK_GELU_SLOPE, gated, gelu_tanh, quick_gelu
 from slime.models.spec import ModelSpec
@@ -30,6 +31,22 @@ from slime.trainer.megatron import device
 def leave_as_it_is(tensor: Tensor) -> Tensor:
     """Skip initialisation, for parameters that are loaded from a checkpoint."""
     return tensor
+
+
+def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Return ``function(*arguments)``; save only the arguments and recompute in the backward
+    pass."""
+    if not torch.is_grad_enabled():
+        return function(*arguments)
+    found = checkpoint(
+        function,
+        *arguments,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        determinism_check="none",
+    )
+    assert isinstance(found, Tensor)
+    return found
 
 
 class RMSNorm(torch.nn.Module):
