@@ -29,7 +29,7 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -49,7 +49,6 @@ from slime.models.adapters import (
     adapted_layers,
     adapter_family,
     by_expert,
-    joins_gate_and_up,
     peft_name,
     split_peft_name,
     with_module,
@@ -103,6 +102,8 @@ class PeftAdapter:
         targets: leaf names of the adapted modules, sorted.
         tensors: name → lazy tensor. ``lora_A`` is [rank, in], ``lora_B`` [out, rank];
             ``lora_embedding_A`` is [rank, vocabulary], ``lora_embedding_B`` [hidden, rank].
+        is_joined: in the files gate and up of each expert have the A's of both, and ranks are twice
+            as large (`slime.models.adapters.joins_gate_and_up`).
     """
 
     directory: Path
@@ -112,6 +113,7 @@ class PeftAdapter:
     dropout: float
     targets: tuple[str, ...]
     tensors: Mapping[str, TensorSource] = field(repr=False)
+    is_joined: bool = False
 
     @property
     def scaling(self) -> float:
@@ -208,6 +210,9 @@ def read_adapter(directory: str | Path, family: ModelFamily | None = None) -> Pe
     alternates = family is not None and family.interleaves_experts
     for module, keys in found.items():
         modules |= _read_module(module, keys, set(found), content, config, path, alternates)
+    is_joined = alternates and _are_joined(modules)
+    if is_joined:
+        modules = _parted(modules)
     in_files = family.modules.in_files if family is not None else str
     modules = {
         in_files(module): factors for module, factors in modules.items() if not _is_void(factors)
@@ -229,6 +234,7 @@ def read_adapter(directory: str | Path, family: ModelFamily | None = None) -> Pe
         float(config.get("lora_dropout") or 0.0),
         tuple(sorted({module.rpartition(".")[2] for module in modules})),
         tensors,
+        is_joined,
     )
 
 
@@ -487,6 +493,44 @@ def _off_diagonal(b: torch.Tensor, rank: int, gate: slice, up: slice) -> bool:
     return bool(b[gate, rank:].any()) or bool(b[up, :rank].any())
 
 
+# -- one A for gate and up -------------------------------------------------------------------------
+
+
+def _are_joined(modules: Mapping[str, _Factors]) -> bool:
+    """Tell whether modules are as `_joined` writes them: gate and up of each expert have the same
+    A, their B's are zero in the other's half, and the other modules are zero in the second."""
+    pairs = _gates_and_ups(modules)
+    ranks = {factors.rank for factors in modules.values()}
+    if not pairs or len(ranks) > 1 or min(ranks) % 2:
+        return False
+    half = min(ranks) // 2
+    others = modules.keys() - {module for pair in pairs for module in pair}
+    return all(
+        bool((modules[gate].a[:] == modules[up].a[:]).all())
+        and not bool(modules[gate].b[:][:, half:].any())
+        and not bool(modules[up].b[:][:, :half].any())
+        for gate, up in pairs
+    ) and not any(
+        bool(modules[name].a[:][half:].any()) or bool(modules[name].b[:][:, half:].any())
+        for name in others
+    )
+
+
+def _parted(modules: Mapping[str, _Factors]) -> dict[str, _Factors]:
+    """Undo `_joined`."""
+    ups = {up for _, up in _gates_and_ups(modules)}
+    return {name: _half(factors, second=name in ups) for name, factors in modules.items()}
+
+
+def _half(factors: _Factors, *, second: bool) -> _Factors:
+    """Return the first or the second half of the rank."""
+    half = factors.rank // 2
+    part = slice(half, None) if second else slice(half)
+    a = _Computed((half, *factors.a.shape[1:]), lambda: factors.a[part])
+    b = _Computed((factors.b.shape[0], half), lambda: factors.b[:][:, part])
+    return dataclasses.replace(factors, a=a, b=b)
+
+
 # -- one rank, one scaling -------------------------------------------------------------------------
 
 
@@ -538,9 +582,8 @@ def fitted(
 ) -> dict[str, TensorSource]:
     """Return the tensors of the table of ``adapters``, by its names.
 
-    The padding of experts with a lower rank is removed, gate and up that have the A of both get
-    their own, sides that experts share are taken from the first expert, and another alpha is folded
-    into B.
+    The padding of experts with a lower rank is removed, sides that experts share are taken from the
+    first expert, and another alpha is folded into B.
 
     Args:
         flag: the flag that names the adapter, for messages.
@@ -552,12 +595,7 @@ def fitted(
     wanted = dict(adapter_family(family, spec, adapters).hf_tensors(spec))
     by_name = {name: list(by_expert(name, spec.num_experts)) for name in wanted}
     _check_names(adapter, {one for several in by_name.values() for one in several})
-    is_joined = (
-        joins_gate_and_up(family, adapters)
-        and adapter.rank == 2 * adapters.rank
-        and _is_joined(adapter.tensors)
-    )
-    if adapter.rank not in ranks and not is_joined:
+    if adapter.rank not in ranks:
         raise UserError(
             f"the adapter {adapter.directory} has rank {adapter.rank}, --lora-rank is "
             f"{adapters.rank}",
@@ -566,17 +604,9 @@ def fitted(
         )
     tensors: dict[str, TensorSource] = {}
     for name, shape in wanted.items():
-        expert = _EXPERT.fullmatch(module_of(by_name[name][0]))
-        scaling = adapters.scaling if expert is None else adapters.expert_scaling
-        leaf = expert["leaf"] if expert is not None and is_joined else ""
-        tensors[name] = _fit(
-            adapter,
-            by_name[name],
-            shape,
-            adapter.scaling / scaling,
-            start=adapters.rank if leaf == "up_proj" else 0,
-            has_other_rows=leaf in ("gate_proj", "up_proj") and _side(name) == "A",
-        )
+        is_expert = _EXPERT.fullmatch(module_of(by_name[name][0])) is not None
+        scaling = adapters.expert_scaling if is_expert else adapters.scaling
+        tensors[name] = _fit(adapter, by_name[name], shape, adapter.scaling / scaling)
     return tensors
 
 
@@ -604,21 +634,10 @@ def _check_names(adapter: PeftAdapter, expected: set[str]) -> None:
 
 
 def _fit(
-    adapter: PeftAdapter,
-    names: list[str],
-    shape: tuple[int, ...],
-    ratio: float,
-    *,
-    start: int,
-    has_other_rows: bool,
+    adapter: PeftAdapter, names: list[str], shape: tuple[int, ...], ratio: float
 ) -> TensorSource:
     """Make one tensor of the table from those of the file, which must be equal if there are
-    several.
-
-    Args:
-        start: index on the axis of the rank.
-        has_other_rows: the rows beside it belong to another tensor; else they must be zeros.
-    """
+    several."""
     source = adapter[names[0]]
     is_b = _side(names[0]) == "B"
     axis = 1 if is_b else 0
@@ -642,16 +661,14 @@ def _fit(
                     why="with --lora-experts shared-outer they are one tensor",
                     fix="pass --lora-experts per-expert",
                 )
-        end = start + rank
-        before = whole.narrow(axis, 0, start)
-        beyond = whole.narrow(axis, end, whole.shape[axis] - end)
-        if not has_other_rows and bool(before.any() or beyond.any()):
+        beyond = whole.narrow(axis, rank, whole.shape[axis] - rank)
+        if bool(beyond.any()):
             raise UserError(
                 f"{adapter.directory}: {names[0]} has rank {whole.shape[axis]}",
                 why=f"with --lora-rank-by-topk experts have rank {rank}",
                 fix="leave --lora-rank-by-topk out",
             )
-        kept = whole.narrow(axis, start, rank)
+        kept = whole.narrow(axis, 0, rank)
         return _scaled(kept, ratio) if is_b else kept
 
     return _Computed(shape, make)
@@ -699,7 +716,7 @@ def write_adapter(
     modules = family.modules
     layout = layout or peft_layout(family)
     rank = max(tensor.shape[0] for name, tensor in whole.items() if _side(name) == "A")
-    if layout == "per-expert" and family.interleaves_experts:
+    if layout == "per-expert" and _lacks_join(whole, family):
         whole = _joined({name: one.make() for name, one in _padded(whole, rank).items()})
         rank *= 2
     config = _config(whole, rank, adapters.alpha, adapters.dropout, base, modules)
@@ -731,7 +748,7 @@ def write_plain(directory: str | Path, adapter: PeftAdapter, spec: ModelSpec | N
     modules = table_of(spec).modules if spec is not None else SAME_NAMES
     rank = adapter.rank
     makers = {name: _output_of(source, source[:1].dtype) for name, source in tensors.items()}
-    if spec is not None and table_of(spec).interleaves_experts:
+    if spec is not None and _lacks_join(tensors, table_of(spec)):
         rank *= 2
         makers = _padded(_joined({name: source[:] for name, source in tensors.items()}), rank)
     config = _config(tensors, rank, adapter.alpha, adapter.dropout, adapter.base, modules)
@@ -781,7 +798,7 @@ def is_loadable(adapter: PeftAdapter, spec: ModelSpec | None = None) -> bool:
     lacks = spec is not None and (
         bool(_zeros(adapter.tensors, spec))
         or any("." in target for target in _targets(adapter.tensors, spec))
-        or (table_of(spec).interleaves_experts and not _is_joined(adapter.tensors))
+        or (not adapter.is_joined and _lacks_join(adapter.tensors, table_of(spec)))
     )
     return has_leaves and not odd and not lacks and not parameters & {_GATE_UP, _DOWN}
 
@@ -922,7 +939,7 @@ def _joined(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     import torch
 
     outputs = dict(tensors)
-    for gate, up in _gates_and_ups(tensors):
+    for gate, up in _gates_and_ups({module_of(name) for name in tensors}):
         both = torch.cat([tensors[peft_name(module, "A")] for module in (gate, up)])
         for module, place in ((gate, 0), (up, 1)):
             b = _scaled(tensors[peft_name(module, "B")], 2.0)
@@ -933,17 +950,17 @@ def _joined(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return outputs
 
 
-def _is_joined(tensors: Mapping[str, TensorSource]) -> bool:
-    """Tell whether gate and up of each expert have the same A."""
-    return all(
-        bool((tensors[peft_name(gate, "A")][:] == tensors[peft_name(up, "A")][:]).all())
-        for gate, up in _gates_and_ups(tensors)
+def _lacks_join(tensors: Mapping[str, TensorSource], family: ModelFamily) -> bool:
+    """Tell whether gate and up of an expert have different A's, in a family whose engines need
+    one."""
+    return family.interleaves_experts and any(
+        bool((tensors[peft_name(gate, "A")][:] != tensors[peft_name(up, "A")][:]).any())
+        for gate, up in _gates_and_ups({module_of(name) for name in tensors})
     )
 
 
-def _gates_and_ups(tensors: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the modules of gate and up of all experts with adapters of both."""
-    modules = {module_of(name) for name in tensors}
+def _gates_and_ups(modules: Collection[str]) -> list[tuple[str, str]]:
+    """Return (gate, up) of all experts with both among the modules."""
     pairs = []
     for gate in sorted(modules, key=_natural):
         found = _EXPERT.fullmatch(gate)

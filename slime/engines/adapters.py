@@ -18,7 +18,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
+
+from slime.models.adapters import AdapterConfig, adaptable_by_name, served_rank
+from slime.models.spec import ModelSpec
+from slime.models.table import ModelFamily
 
 LOAD_ADAPTER = "/load_lora_adapter_from_tensors"
 UNLOAD_ADAPTER = "/unload_lora_adapter"
@@ -46,6 +51,14 @@ def adapter_name(version: int) -> str:
         ('policy-7', 7, None)
     """
     return f"{_PREFIX}{version}"
+
+
+def as_served(adapters: AdapterConfig, family: ModelFamily, spec: ModelSpec) -> AdapterConfig:
+    """Return the adapters as engines hold them: of one rank, in whole sets of fused layers."""
+    rank = served_rank(family, adapters)
+    known = adaptable_by_name(family, spec)
+    targets = frozenset(served_targets(adapters.targets, known))
+    return replace(adapters, rank=rank, expert_rank=rank, targets=targets)
 
 
 def served_targets(targets: Collection[str], known: Collection[str]) -> list[str]:

@@ -9,10 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from slime.config.config import Config
+from slime.engines.adapters import as_served
 from slime.forecast.engine import EngineSpeed, Fleet, Request
 from slime.forecast.rates import Rates
 from slime.forecast.trainer import TrainerSeconds, train_seconds
 from slime.memory.plan import Facts
+from slime.models import table_of
+from slime.models.adapters import count_parameters
 from slime.models.flops import SequenceCost
 
 #: Constant seconds of a push, bytes/s of its transfer between GPUs of one host, and seconds of the
@@ -322,10 +325,14 @@ class _Rollouts:
 def _push_seconds(facts: Facts, rates: Rates, in_flight: bool) -> float:
     """Return the seconds of a push, from pausing to resuming generation."""
     assert facts.trainer is not None and facts.engine is not None
-    pushed = [one.parameter.numel for stage in facts.trainer.stages for one in stage.adapters] or [
-        one.parameter.numel for stage in facts.trainer.stages for one in stage.parameters
-    ]
-    nbytes = sum(pushed) * facts.trainer.element
+    spec, adapters = facts.trainer.spec, facts.trainer.adapters
+    if adapters is not None:
+        family = table_of(spec)
+        pushed = count_parameters(family, spec, as_served(adapters, family, spec))
+    else:
+        stages = facts.trainer.stages
+        pushed = sum(one.parameter.numel for stage in stages for one in stage.parameters)
+    nbytes = pushed * facts.trainer.element
     within = facts.placement.total <= rates.gpus_per_host
     speed = _PUSH_RATE if facts.colocate or within else rates.network
     return _PUSH + nbytes / speed + _INTERRUPTION * in_flight

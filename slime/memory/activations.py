@@ -264,8 +264,9 @@ def saved_by_stage(
             of_rest = sum(one.total for one in rest)
             kept = len(again) * checkpoint + of_rest
             # the others are freed by then: their backward passes come first
-            rebuilt = max(0.0, max(one.total for one in again) - of_rest)
-            uneven = max(one.per_row for one in again) + sum(one.per_row for one in rest)
+            widest = max(again, key=lambda one: one.total)
+            rebuilt = max(0.0, widest.total - of_rest)
+            uneven = widest.per_row if rebuilt else sum(one.per_row for one in rest)
     working = max(_working(spec, layout, layer, kernels) * kernels.element for layer in layers)
     return StageActivations(kept, rebuilt, working, uneven)
 

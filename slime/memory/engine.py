@@ -8,10 +8,11 @@ from functools import cached_property
 from math import prod
 
 from slime.config.config import Config
+from slime.engines.adapters import as_served
 from slime.engines.kinds import engine_of
 from slime.engines.launch import EngineFootprint
 from slime.models import table_of
-from slime.models.adapters import AdapterConfig, adapter_family, served_rank
+from slime.models.adapters import AdapterConfig, adapter_family
 from slime.models.ignore_list import examine, matrices
 from slime.models.layouts import FusedQKV, LatentProjection
 from slime.models.mixers import FLOAT32_BYTES, mixer_of
@@ -120,15 +121,15 @@ class EngineSettings(EngineFootprint):
         if self.adapters is None:
             return 0.0
         spec = self.spec
-        table = adapter_family(table_of(spec), spec, self.adapters)
+        family = table_of(spec)
+        table = adapter_family(family, spec, as_served(self.adapters, family, spec))
         size = -(-spec.num_layers // self.pipeline)
         held = 0.0
         for parameter in table.parameters(spec, range(size)):
             # each rank holds the whole adapter of the embedding
             is_cut = parameter.rule.layout.tp_axis is not None and not parameter.is_embedding
             held += parameter.numel / (self.tensor if is_cut else 1)
-        ranks = served_rank(table_of(spec), self.adapters) / self.adapters.rank
-        return self.adapters_at_once * held * ranks * self.element
+        return self.adapters_at_once * held * self.element
 
     @property
     def kv_per_token(self) -> float:

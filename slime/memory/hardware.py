@@ -38,8 +38,8 @@ class DeviceMemory:
     Attributes:
         nbytes: bytes of the GPU, or of the host without GPUs.
         source: where the size comes from, for messages.
-        flash4: maximum head dimension with which flash-attn-4 is used on these GPUs, as far as
-            known; 0: it does not support them.
+        flash4: maximum head dimension with which flash-attn-4 is used on the GPUs of this host, as
+            far as known; 0: it does not support them.
         host: bytes of memory of the smallest host with such a GPU; infinite if unknown.
     """
 
@@ -76,16 +76,17 @@ def device_memory(
             f"--gpu-memory-gb is {given:g}",
             fix="pass the memory of one GPU in 10⁹ bytes: 80, 141, …",
         )
-    if given is not None:
-        return DeviceMemory(given * 1e9, "--gpu-memory-gb", on_gpu=True, host=host)
-    if seen is not None:
-        return DeviceMemory(seen, "as its nodes report", on_gpu=True, host=host)
     found = _driver_gpus()
+    widest = FLASH4_WIDEST_ANYWHERE
+    flash4 = min(
+        (widest if major is None else FLASH4_WIDEST.get(major, 0) for _, major in found),
+        default=widest,
+    )
+    if given is not None:
+        return DeviceMemory(given * 1e9, "--gpu-memory-gb", on_gpu=True, flash4=flash4, host=host)
+    if seen is not None:
+        return DeviceMemory(seen, "as its nodes report", on_gpu=True, flash4=flash4, host=host)
     if found:
-        flash4 = min(
-            FLASH4_WIDEST_ANYWHERE if major is None else FLASH4_WIDEST.get(major, 0)
-            for _, major in found
-        )
         smallest = min(size for size, _ in found)
         return DeviceMemory(smallest, DRIVER, on_gpu=True, flash4=flash4, host=host_memory())
     return DeviceMemory(_ASSUMED_GB * 1e9, "assumed; set it with --gpu-memory-gb", on_gpu=True)

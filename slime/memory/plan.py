@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.config.config import Config
+from slime.engines.adapters import as_served
 from slime.errors import UserError
 from slime.memory import engine as engine_side
 from slime.memory import trainer as trainer_side
@@ -284,7 +285,9 @@ def _bucket(config: Config, spec: ModelSpec) -> float:
     if adapters is None:
         return limit
     element = 4 if config.megatron.fp32 else 2
-    return min(limit, float(element * count_parameters(table_of(spec), spec, adapters)))
+    family = table_of(spec)
+    sent = count_parameters(family, spec, as_served(adapters, family, spec))
+    return min(limit, float(element * sent))
 
 
 def _notes(facts: Facts, memory: float) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from slime.memory.activations import (
     saved_by_stage,
     spread_entries,
 )
-from slime.memory.hardware import FLASH4_WIDEST_ANYWHERE
+from slime.memory.hardware import FLASH4_NARROWEST, FLASH4_WIDEST_ANYWHERE
 from slime.models import table_of
 from slime.models.adapters import AdapterConfig, adapter_family
 from slime.models.context import model_context
@@ -722,7 +722,8 @@ def _by_flash4(config: Config, spec: ModelSpec, flash4: int) -> bool:
         config.megatron.transformer.get("deterministic_mode")
         or config.train.attention_backend == "flash"
     )
-    return max(spec.head_dim, spec.value_dim) <= flash4 and not torch_only
+    widths = (spec.head_dim, spec.value_dim)
+    return min(widths) >= FLASH4_NARROWEST and max(widths) <= flash4 and not torch_only
 
 
 def _torch_version() -> tuple[int, ...]:

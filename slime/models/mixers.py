@@ -409,8 +409,10 @@ def _delta_saved(
     if layout.context > 1:
         parts["exchanged over context ranks"] = (mixed + 2 * heads) * element
     if by_kernels:
-        # inputs of the convolution and of the rule, and the chunks' triangular systems
-        parts["kernels"] = (2 * mixed + _CHUNK * heads) * element + 5 * heads * FLOAT32_BYTES
+        # inputs of the convolution (if not counted above) and of the rule, and the chunks'
+        # triangular systems
+        inputs = mixed if layout.context > 1 else 2 * mixed
+        parts["kernels"] = (inputs + _CHUNK * heads) * element + 5 * heads * FLOAT32_BYTES
     return parts
 
 

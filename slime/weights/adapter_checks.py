@@ -56,8 +56,8 @@ def check_engine(
             f"{abilities.adapter_rank}",
             why="an engine reserves memory for adapters of --max-lora-rank when it starts"
             + (
-                ", and for this model it gets two ranks for each of --lora-rank, since gate and up "
-                "of an expert share an A there"
+                ", and adapters of this model have a higher rank there, since gate and up of an "
+                "expert share an A"
                 if layout.rank != adapters.rank
                 else ""
             ),

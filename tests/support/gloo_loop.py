@@ -19,7 +19,8 @@ def _loop(process_id: int) -> Any:
 
 
 class _OnSharedLoop(type):
-    def __call__(cls, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    def __call__(cls, store: Store, rank: int, size: int, timeout: timedelta, **later: Any) -> Any:
+        assert not any(later.values()), later  # torch 2.14: enable_reconfigure
         options = _Gloo._Options()
         options._devices = [_loop(os.getpid())]
         options._timeout = timeout

@@ -7,6 +7,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +19,13 @@ from hypothesis import strategies as st
 from slime.config import make_config
 from slime.config.groups_lora import LoraConfig
 from slime.embedded.weight_update import ABILITIES as EMBEDDED
+from slime.engines.adapters import as_served
 from slime.engines.sglang.adapter_probe import adapter_fingerprints
 from slime.engines.wire.abilities import SGLANG, Abilities
 from slime.engines.wire.buckets import fingerprint
 from slime.errors import UserError
 from slime.models import family_of
-from slime.models.adapters import AdapterConfig, adapter_family
+from slime.models.adapters import AdapterConfig, adapter_family, count_parameters
 from slime.models.parameters import ModelParameters
 from slime.weights import adapter_sync
 from slime.weights.adapter_checks import (
@@ -222,6 +224,24 @@ def test_gate_and_up_that_alternate_have_one_a(
     torch.testing.assert_close(
         adapters.alpha / layout.rank * b @ a, adapters.scaling * own[1] @ own[0]
     )
+
+
+@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("targets", [("all-linear",), ("o_proj", "k_proj", "up_proj", "down_proj")])
+@pytest.mark.parametrize("experts", ["per-expert", "shared-outer"])
+def test_engines_hold_what_the_memory_plan_counts(
+    family: str, targets: tuple[str, ...], experts: str
+) -> None:
+    if family == "deepseek_v3" and "k_proj" in targets:
+        targets = ("o_proj", "q_a_proj", "up_proj", "down_proj")
+    flags: dict[str, Any] = {"lora_rank": 8, "lora_target_modules": targets}
+    if family in ("qwen3_moe", "gpt_oss"):
+        flags |= {"lora_experts": experts, "lora_rank_by_topk": experts == "shared-outer"}
+    model = Model(family, **flags)
+    served = as_served(model.adapters, model.family, model.spec)
+    counted = count_parameters(model.family, model.spec, served)
+    assert counted == sum(prod(shape) for shape in model.layout.sent.values())
+    assert {name.rpartition(".")[2] for name in served.targets} == set(model.layout.targets)
 
 
 @pytest.mark.parametrize(

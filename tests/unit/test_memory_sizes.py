@@ -300,6 +300,22 @@ def test_a_gpu_keeps_less_and_repeated_keys_and_values_more() -> None:
     assert repeated - on_gpu == 4 * 2 * (4 - 2) * 24
 
 
+def test_heads_of_two_widths_are_padded_unless_the_kernel_takes_both() -> None:
+    """Latent attention with keys of 192 entries and values of 128, on Hopper and elsewhere."""
+
+    def per_token(flash4: int, **changes: Any) -> float:
+        config = make_config(hf_checkpoint="m", bf16=True, **changes)
+        shape = SHAPES["deepseek-v3-4-layers"]
+        spec = family_of(shape).model_spec(shape)
+        [stage] = TrainerSettings.of(config, spec, on_gpu=True, flash4=flash4).stages
+        return stage.saved.kept
+
+    padded = 64 * 2 * 16 * 4  # entries of the value, in bfloat16, of 16 heads in 4 layers
+    # the value, the output, and the output's copy of 128 entries
+    assert per_token(128) - per_token(256) == 2 * padded + 128 * 2 * 16 * 4
+    assert per_token(256, deterministic_mode=True) == per_token(128)
+
+
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_5_text"])
 def test_recomputed_layers_come_back_when_the_others_are_gone(name: str) -> None:
     """The backward passes of the layers behind a block come first."""
@@ -363,17 +379,18 @@ def test_the_plan_is_not_below_what_was_measured_and_little_above(
 def test_who_takes_grouped_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIME_NUM_GPUS", "1")
 
-    def takes(torch_version: tuple[int, int], name: str = "qwen3", **changes: Any) -> bool:
+    def takes(torch_version: tuple[int, int], name: str = "qwen3-0.6b", **changes: Any) -> bool:
         monkeypatch.setattr(trainer, "_torch_version", lambda: torch_version)
         flash4 = changes.pop("flash4", 128)
         config = make_config(hf_checkpoint="m", bf16=True, **changes)
-        return TrainerSettings.of(config, spec_of(name), on_gpu=True, flash4=flash4).grouped
+        spec = family_of(SHAPES[name]).model_spec(SHAPES[name])
+        return TrainerSettings.of(config, spec, on_gpu=True, flash4=flash4).grouped
 
     assert takes((2, 11)) and not takes((2, 11), flash4=0) and takes((2, 13), flash4=0)
     assert not takes((2, 11), deterministic_mode=True) and not takes(
         (2, 11), attention_backend="flash"
     )
-    assert takes((2, 11), "deepseek_v3", flash4=0)  # each of its heads has its own
+    assert takes((2, 11), "deepseek-v3-4-layers", flash4=0)  # each of its heads has its own
 
 
 def test_on_gpus_no_weight_has_a_gradient_beside_the_buffer_but_the_embedding_at_the_end() -> None:

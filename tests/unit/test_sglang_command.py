@@ -555,6 +555,10 @@ def test_engines_have_room_for_the_base_and_two_versions_of_the_adapter(tmp_path
     assert not parsed().enable_lora
     of_judge = EnginePlace(model_path="/models/judge")
     assert not parsed(of_judge, **flags).enable_lora
+    # gate and up of an expert have the A's of both there, but not of a layer without experts
+    assert parsed(**lora(tmp_path, "gpt_oss")).max_lora_rank == 16
+    alone = lora(tmp_path, "gpt_oss", lora_target_modules=("q_proj", "o_proj"))
+    assert parsed(**alone).max_lora_rank == 8
 
 
 def test_adapters_of_experts_take_the_kernels_that_compute_them(tmp_path: Path) -> None:

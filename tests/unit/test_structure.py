@@ -27,19 +27,19 @@ FILES = read_package(ROOT / "slime")
 BUDGETS = {
     "agents": 1_614,
     "algorithms": 1_464,  # four estimators, sampling masks, divergences, formulas for the docs
-    "checkpoints": 5_064,  # MXFP4, reward models, names of PEFT, adapters of a critic
+    "checkpoints": 5_071,  # MXFP4, reward models, names of PEFT, adapters of a critic
     "cli": 2_744,  # plan, launch, compare, images in a chat, flags and adapters without effect
     "cluster": 4_835,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
     "compat": 1_374,
     "config": 6_458,  # preferences, images, kept weights, flags and options without effect
     "diagnosis": 4_599,  # attention within images
     "embedded": 5_925,  # attention within images, sinks, stacks of experts, queries that grow
-    "engines": 4_658,  # sessions and ranks of newer SGLang, pictures, overrides without effect
+    "engines": 4_667,  # sessions and ranks of newer SGLang, pictures, overrides without effect
     "environments": 407,
-    "forecast": 930,  # over-sampling and partial rollouts
+    "forecast": 937,  # over-sampling and partial rollouts
     ".": 1_601,  # names and forms of secrets
-    "memory": 2_071,  # host memory part by part, towers, one base of two roles, masks, drafts
-    "models": 6_116,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
+    "memory": 2_078,  # host memory part by part, towers, one base of two roles, masks, drafts
+    "models": 6_117,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
     "observe": 3_416,  # profiles, three trackers, ranges of recipes, rejected drafts
     "page": 1_618,
     "processes": 1_108,  # the preloaded process
