@@ -126,11 +126,12 @@ class AdapterLayout:
         pieces: dict[str, tuple[Piece, ...]] = {}
         for owner in modules.values():
             own_rank = adapters.expert_rank if owner.experts else adapters.rank
-            is_up = joins and owner.leaf == "up_proj"
+            is_half = joins and owner.experts > 0 and owner.leaf in _GATE_AND_UP
+            start = own_rank if is_half and owner.leaf == "up_proj" else 0
             for side in SIDES:
                 sent[owner.name_of(side)] = owner.shape_of(side, rank)
                 receivers = [owner]
-                if joins and side == "A" and owner.leaf in _GATE_AND_UP:
+                if is_half and side == "A":
                     receivers = [owner.beside(leaf) for leaf in _GATE_AND_UP]
                 for name, expert in owner.sources(side, trained):
                     pieces[name] = tuple(
@@ -139,7 +140,7 @@ class AdapterLayout:
                             expert,
                             side,
                             rank / own_rank if side == "B" else 1.0,
-                            own_rank if is_up else 0,
+                            start,
                         )
                         for receiver in receivers
                     )
