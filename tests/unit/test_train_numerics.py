@@ -269,11 +269,11 @@ def test_attention_is_that_of_float64(dtype: torch.dtype, scale: float | None) -
 
 @pytest.mark.parametrize("limit", [None, 1.25])
 def test_gradients_of_gated_activations_are_those_of_their_formulas(limit: float | None) -> None:
-    """Some entries are beyond the limit, and some at it."""
+    """Some entries are beyond the limit."""
     x = torch.tensor(
         [
-            [-3.0, -1.25, 0.5, 1.25, 2.0, 0.3, -2.0, 1.25],
-            [1.0, 3.0, 0.0, -0.7, 1.25, -1.25, 4.0, 0.1],
+            [-3.0, -1.24, 0.5, 1.24, 2.0, 0.3, -2.0, 1.24],
+            [1.0, 3.0, 0.0, -0.7, 1.24, -1.24, 4.0, 0.1],
         ],
         dtype=torch.float64,
         requires_grad=True,
@@ -289,6 +289,19 @@ def test_gradients_of_gated_activations_are_those_of_their_formulas(limit: float
         (found,) = torch.autograd.grad(ours, x, direction, retain_graph=True)
         (expected,) = torch.autograd.grad(theirs, x, direction, retain_graph=True)
         assert torch.allclose(found, expected)
+
+
+def test_the_gradient_at_the_limit_of_a_gated_activation_is_that_below_it() -> None:
+    """As of torch's clamp until 2.13; from 2.14 on its gradient there is 0."""
+
+    def gradient(gate: float, up: float) -> torch.Tensor:
+        x = torch.tensor([[gate, up]], dtype=torch.float64, requires_grad=True)
+        (found,) = torch.autograd.grad(ClampedGLU.apply(x, 1.25, 0.75).sum(), x)
+        return found
+
+    for gate, up in ((1.25, 0.3), (0.4, 1.25), (0.4, -1.25)):
+        below = gradient(gate * (1 - 1e-9), up * (1 - 1e-9))
+        assert torch.allclose(gradient(gate, up), below, atol=1e-6) and bool(below.all())
 
 
 @pytest.mark.usefixtures("backend")
