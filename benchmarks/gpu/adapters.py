@@ -26,14 +26,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing as mp
 import os
 import random
 import statistics
 import sys
 import threading
-import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,6 +53,7 @@ from benchmarks.gpu.setting import (
 )
 from slime.config import make_config
 from slime.engines.adapters import ADAPTER_FIELD, UNLOAD_ADAPTER, adapter_name
+from slime.engines.fleet import EngineFleet
 from slime.engines.image_canary import scoring_request
 from slime.weights.canary import canary_tokens
 
@@ -225,6 +224,7 @@ def applied(backend: Any, sync: Any, url: str) -> dict[str, Row]:
 
     from slime.trainer.megatron.adapters import LowRankAdapter
 
+    fleet = EngineFleet([url])
     tokens = canary_tokens(backend.spec.vocab_size, 64)
     base = backend.canary_log_probs(tokens, base=True)
     kinds: dict[str, list[tuple[Any, int]]] = {}
@@ -250,26 +250,21 @@ def applied(backend: Any, sync: Any, url: str) -> dict[str, Row]:
         ours = backend.canary_log_probs(tokens)
         sync.push()
         name = adapter_name(sync.version)
-        theirs = ask(url + "/generate", scoring_request(tokens) | {ADAPTER_FIELD: name})
-        ask(url + UNLOAD_ADAPTER, {"lora_name": name})
+        [theirs] = fleet.post(
+            "/generate", scoring_request(tokens) | {ADAPTER_FIELD: name}, _PATIENCE
+        )
+        fleet.post(UNLOAD_ADAPTER, {"lora_name": name}, _PATIENCE)
         scores = [entry[0] for entry in theirs["meta_info"]["input_token_logprobs"][1:]]
         effects[kind] = {
             "effect": _distance(ours, base),
             "differs": _distance(ours, scores),
         }
+    fleet.close()
     return effects
 
 
 def _distance(one: Sequence[float], other: Sequence[float]) -> float:
     return statistics.fmean(abs(a - b) for a, b in zip(one, other, strict=True))
-
-
-def ask(url: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=_PATIENCE) as answer:
-        return json.load(answer)
 
 
 # -- requests --------------------------------------------------------------------------------------

@@ -517,7 +517,7 @@ def _are_joined(modules: Mapping[str, _Factors]) -> bool:
 
 
 def _parted(modules: Mapping[str, _Factors]) -> dict[str, _Factors]:
-    """Undo `_joined`."""
+    """Give gate and up their own A's again, and all modules half of the rank."""
     ups = {up for _, up in _gates_and_ups(modules)}
     return {name: _half(factors, second=name in ups) for name, factors in modules.items()}
 

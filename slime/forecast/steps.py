@@ -325,7 +325,8 @@ class _Rollouts:
 def _push_seconds(facts: Facts, rates: Rates, in_flight: bool) -> float:
     """Return the seconds of a push, from pausing to resuming generation."""
     assert facts.trainer is not None and facts.engine is not None
-    spec, adapters = facts.trainer.spec, facts.trainer.adapters
+    spec = facts.trainer.spec
+    adapters = facts.trainer.adapters
     if adapters is not None:
         family = table_of(spec)
         pushed = count_parameters(family, spec, as_served(adapters, family, spec))

@@ -513,7 +513,8 @@ def _latent_saved(
     element = kernels.element
     share = 1 / layout.tensor if layout.sequence_parallel else 1.0
     heads = spec.num_heads / layout.tensor
-    key, value = spec.head_dim, spec.value_dim
+    key = spec.head_dim
+    value = spec.value_dim
     if kernels.one_width:
         key = value = max(key, value)
     # the output is copied when it is cut to its width, or exchanged back

@@ -36,10 +36,10 @@ BUDGETS = {
     "embedded": 5_925,  # attention within images, sinks, stacks of experts, queries that grow
     "engines": 4_667,  # sessions and ranks of newer SGLang, pictures, overrides without effect
     "environments": 407,
-    "forecast": 937,  # over-sampling and partial rollouts
+    "forecast": 938,  # over-sampling and partial rollouts
     ".": 1_601,  # names and forms of secrets
     "memory": 2_078,  # host memory part by part, towers, one base of two roles, masks, drafts
-    "models": 6_117,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
+    "models": 6_118,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
     "observe": 3_416,  # profiles, three trackers, ranges of recipes, rejected drafts
     "page": 1_618,
     "processes": 1_108,  # the preloaded process
