@@ -83,18 +83,18 @@ def saved_bytes(backend: MegatronBackend, batch: TrainBatch) -> int:
     packed = backend._pack(batch, [[0, 1, 2, 3, 4, 5]])[0]
     [model] = backend.model_chunks
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
+    saved: list[torch.UntypedStorage] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+        saved.append(tensor.untyped_storage())
         return tensor
 
     model.train()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         scores = model(packed, temperature=1.0)
-    total = sum(kept.values())
+    # counted only now: what is computed again was saved first and emptied after
+    kept = {storage.data_ptr(): storage.nbytes() for storage in saved}
+    total = sum(size for address, size in kept.items() if address not in own)
     scores.log_probs.sum().backward()
     model.zero_grad_buffer()
     return total
