@@ -445,7 +445,6 @@ def save_job(info: Any, flags: dict[str, Any], members: list[Any], batch: Any) -
 def test_a_checkpoint_of_adapters_loads_at_any_layout(
     family: str, adapted: dict[str, Any], tmp_path: Path, ranks: Pools
 ) -> None:
-    # Adam would make 5e-5 of rounding of what two layers share
     save_tiny(family, tmp_path / "hf", layers=4 if "shared-outer" in adapted.values() else 2)
     flags = {
         "hf_checkpoint": str(tmp_path / "hf"), "adam_eps": 1e-3, "rollout_batch_size": 12,
@@ -472,7 +471,8 @@ def test_a_checkpoint_of_adapters_loads_at_any_layout(
     [unbroken] = ranks.run(1, unbroken_job, flags, batch, len(layouts))
     for here, there in zip(resharded, unbroken, strict=True):
         for name, tensor in there.items():
-            assert worst(here[name], tensor) <= 2e-5, name
+            # Adam magnifies the rounding, differently on each CPU; a lost moment would make 0.1
+            assert worst(here[name], tensor) <= 2e-4, name
 
 
 def test_what_does_not_belong_to_the_adapters_is_refused(tmp_path: Path) -> None:
