@@ -163,11 +163,10 @@ class AgentEndpoint:
             return ": it has asked for none"
         lines = self._finished.output.strip().splitlines()
         last = f"; its last line: {lines[-1][:300]}" if lines else ", and wrote nothing"
-        status = (
-            "was ended at its deadline"
-            if self._finished.status is None
-            else f"ended with {self._finished.status}"
-        )
+        if self._finished.status is None:
+            status = "was ended at its deadline"
+        else:
+            status = f"ended with {self._finished.status}"
         return f": it has asked for none, and {status}{last}"
 
     # -- start and end -----------------------------------------------------------------------------

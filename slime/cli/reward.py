@@ -140,11 +140,10 @@ def _samples(
     """
     check_label_key(config)
     form = RowFormat.of(config)
-    judge = (
-        None
-        if config.reward.custom_rm_path
-        else RewardJudge(config.reward.rm_type, config.reward.rm_url)
-    )
+    if config.reward.custom_rm_path:
+        judge = None
+    else:
+        judge = RewardJudge(config.reward.rm_type, config.reward.rm_url)
     assert config.data.prompt_data is not None
     found: list[Sample] = []
     problems = Problems()

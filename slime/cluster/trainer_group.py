@@ -83,11 +83,9 @@ class TrainerStart:
     @property
     def saved_for(self) -> int | None:
         """The rollout after which the saved data position was written; None if there is none."""
-        return (
-            self.extra_state.get("rollout_id", self.start_rollout_id - 1)
-            if "source" in self.extra_state
-            else None
-        )
+        if "source" in self.extra_state:
+            return self.extra_state.get("rollout_id", self.start_rollout_id - 1)
+        return None
 
     def launch(self, num_prompts: int, seconds: dict[str, float]) -> Launch:
         metrics, pushes, ancestries = (

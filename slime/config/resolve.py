@@ -451,11 +451,9 @@ def _checkpoints(draft: Draft) -> None:
 def _engine(draft: Draft) -> None:
     has_sglang = num_gpus() > 0 and importlib.util.find_spec("sglang") is not None
     chosen = "sglang" if has_sglang else "embedded"
-    why = (
-        "a GPU and SGLang are there"
-        if has_sglang
-        else "this host has no GPU, or SGLang is not installed"
-    )
+    why = "this host has no GPU, or SGLang is not installed"
+    if has_sglang:
+        why = "a GPU and SGLang are there"
     if draft["rollout_engine"] == "auto":
         draft.values["rollout_engine"] = None
     draft.derive("rollout_engine", chosen, why)

@@ -567,11 +567,9 @@ class StageMemory:
             for p in self.parameters
             if p.is_expert or (kind == "linears" and p.parameter.rule.is_linear)
         ]
-        size = (
-            float(sum(p.numel for p in chosen if not p.parameter.is_output) * element)
-            if kind
-            else 0.0
-        )
+        size = 0.0
+        if kind:
+            size = float(sum(p.numel for p in chosen if not p.parameter.is_output) * element)
         return {"quantised weights": size} if size else {}
 
     def training(self) -> dict[str, float]:
