@@ -107,11 +107,9 @@ def said(raw: bytes, args: argparse.Namespace) -> list[dict[str, Any]]:
             ]
     if args.api == "chat":
         return [body["choices"][0]["message"]]
-    return (
-        body["output"]
-        if args.api == "responses"
-        else [{"role": "assistant", "content": body["content"]}]
-    )
+    if args.api == "responses":
+        return body["output"]
+    return [{"role": "assistant", "content": body["content"]}]
 
 
 def play(pipe: Connection, args: argparse.Namespace, vocabulary: int, end: int) -> None:

@@ -251,9 +251,8 @@ class QuantisedSource:
             yield from self._source.tensors()
             return
         self.zeros = []
-        has_values: dict[
-            str, torch.Tensor
-        ] = {}  # read at the end, because reading synchronises with the GPU
+        # read at the end, because reading synchronises with the GPU
+        has_values: dict[str, torch.Tensor] = {}
         for name, tensor in self._source.tensors():
             if tensor.dim() > 1:
                 has_values[name] = tensor.flatten(-2).any(-1).all()

@@ -69,11 +69,9 @@ class Models:
 
     @staticmethod
     def _shape(family: str) -> dict[str, Any]:
-        return (
-            {"vocab_size": 97, "moe_intermediate_size": 48}
-            if "moe" in family
-            else {"vocab_size": 97}
-        )
+        if "moe" in family:
+            return {"vocab_size": 97, "moe_intermediate_size": 48}
+        return {"vocab_size": 97}
 
 
 @pytest.fixture(scope="module")

@@ -664,11 +664,9 @@ def with_server(answers: list[Any], use: Any) -> Any:
             answer = answers[min(len(requests), len(answers)) - 1]
             if answer == "hang":
                 await asyncio.sleep(3600)
-            return (
-                web.Response(status=answer)
-                if isinstance(answer, int)
-                else web.Response(text=answer)
-            )
+            if isinstance(answer, int):
+                return web.Response(status=answer)
+            return web.Response(text=answer)
 
         app = web.Application()
         app.router.add_post("/", handle)
