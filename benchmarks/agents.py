@@ -178,8 +178,7 @@ async def measure(args: argparse.Namespace) -> None:
             seconds, cpu, others = await one_round(state, here, args)
             print(
                 f"{'warm-up' if number == 0 else f'round {number}':8} {turns / seconds:6.0f} "
-                "turns/s, "
-                f"CPU time a turn: {1000 * cpu / turns:.2f} ms in the rollout's process, "
+                f"turns/s, CPU time a turn: {1000 * cpu / turns:.2f} ms in the rollout's process, "
                 f"{1000 * others / turns:.2f} ms in the engine's and the agents'",
                 flush=True,
             )

@@ -1185,14 +1185,12 @@ def page(
         "# Results of mutation testing",
         "",
         f"Written by `make mutation` at commit {commit}; run until {time.strftime('%Y-%m-%d')} "
-        "with Python "
-        f"{platform.python_version()}, seed {seed}.",
+        f"with Python {platform.python_version()}, seed {seed}.",
         "Each mutation changes one expression or statement and runs the tests nearest to it; see",
         "[tests/README.md](../tests/README.md#mutation-testing).",
         "",
-        f"**Tests notice {noticed['drawn']} of {len(drawn)} drawn mutations and "
-        f"{noticed['named']} of {len(named)} "
-        "listed by name.**",
+        f"**Tests notice {noticed['drawn']} of {len(drawn)} drawn mutations and {noticed['named']} "
+        f"of {len(named)} listed by name.**",
         *([f"{missing} more are drawn or listed and were not run."] if missing else []),
         f"`tools/mutations.toml` sets {len(cases.equivalent)} mutations or functions aside that "
         "change no result.",

@@ -288,10 +288,7 @@ def measure_slime(args: argparse.Namespace, model: Path, folder: Path) -> Row:
 
 
 def run_peer(
-    command: list[str],
-    folder: Path,
-    variables: dict[str, str],
-    enough: Callable[[], bool],
+    command: list[str], folder: Path, variables: dict[str, str], enough: Callable[[], bool]
 ) -> None:
     """Run the other system in ``folder``, with its output in log.txt there.
 

@@ -211,10 +211,7 @@ class ChatFormat:
 
     @staticmethod
     def of(
-        tokenizer: Any,
-        family: str,
-        end_tokens: Collection[int],
-        images: AgentImages | None = None,
+        tokenizer: Any, family: str, end_tokens: Collection[int], images: AgentImages | None = None
     ) -> ChatFormat:
         """Read the formats of a model from its tokenizer.
 

@@ -247,10 +247,7 @@ def agent_endpoint(
 
 @lru_cache(maxsize=4)
 def _chat_format_of(
-    tokenizer: Any,
-    model: str | None,
-    end_tokens: frozenset[int],
-    images: AgentImages | None,
+    tokenizer: Any, model: str | None, end_tokens: frozenset[int], images: AgentImages | None
 ) -> ChatFormat:
     """Read the chat template and the markers of a model, once."""
     return ChatFormat.of(tokenizer, family_name(model) if model else "", end_tokens, images)

@@ -122,10 +122,7 @@ def _parser() -> Arguments:
     parser.add_argument("--rm-timeout", type=float, help="seconds for one call")
     parser.add_argument("--rm-num-workers", type=int, help="processes of the math graders")
     parser.add_argument(
-        "--max-rows",
-        type=at_least_one,
-        default=100,
-        help="score at most so many rows (100)",
+        "--max-rows", type=at_least_one, default=100, help="score at most so many rows (100)"
     )
     return parser
 

@@ -446,10 +446,7 @@ class Trainers(RankGroup):
         return metrics, [one for _, trained in answers for one in trained]
 
     def _train_both(
-        self,
-        critic: Critics,
-        shards: list[ray.ObjectRef],
-        critic_shards: Sequence[ray.ObjectRef],
+        self, critic: Critics, shards: list[ray.ObjectRef], critic_shards: Sequence[ray.ObjectRef]
     ) -> tuple[list[Any], dict[str, float]]:
         """Train policy and critic at the same time; return the answers of the policy's ranks and
         the critic's metrics."""

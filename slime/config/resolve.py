@@ -327,9 +327,7 @@ def _algorithm(draft: Draft) -> None:
     )
     preference = draft["preference_loss"]
     draft.derive(
-        "preference_beta",
-        PREFERENCE_FACTS[preference].beta or 0.1,
-        f"preference_loss {preference}",
+        "preference_beta", PREFERENCE_FACTS[preference].beta or 0.1, f"preference_loss {preference}"
     )
     draft.derive(
         "rs_lower_bound",

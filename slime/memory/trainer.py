@@ -161,11 +161,7 @@ class TrainerSettings:
 
     @staticmethod
     def of(
-        config: Config,
-        spec: ModelSpec,
-        *,
-        on_gpu: bool,
-        flash4: int = FLASH4_WIDEST_ANYWHERE,
+        config: Config, spec: ModelSpec, *, on_gpu: bool, flash4: int = FLASH4_WIDEST_ANYWHERE
     ) -> TrainerSettings:
         """Read the flags.
 

@@ -317,9 +317,7 @@ def failing_samples(rows: Rows, flags: Flags) -> Alarm | None:
         f"({sum(counts):.0f} in all)"
     )
     return Alarm(
-        "Samples keep failing",
-        detail,
-        "logs/rollout.log tells why, with the line of your own code",
+        "Samples keep failing", detail, "logs/rollout.log tells why, with the line of your own code"
     )
 
 

@@ -163,8 +163,7 @@ def test_experts_alone(models: Models) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "kind", "chosen"),
-    [("qwen3", "fp8", "linears"), ("qwen3_moe", "int4", "linears")],
+    ("family", "kind", "chosen"), [("qwen3", "fp8", "linears"), ("qwen3_moe", "int4", "linears")]
 )
 def test_gradients_go_straight_through(models: Models, family: str, kind: str, chosen: str) -> None:
     """They are those of the plain forward pass at the quantised weights, to the bit, and move the

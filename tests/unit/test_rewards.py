@@ -833,11 +833,7 @@ TOOLS = "{% if tools %}{{ tools[0]['function']['name'] }}{% endif %}"
 @pytest.mark.parametrize("response", ["", " ", "yes", "a</think>b</think>c"])
 @pytest.mark.parametrize("turns", [1, 3])
 def test_a_reward_model_of_another_vocabulary_scores_whatever_the_policy_says(
-    template: str | None,
-    response: str,
-    turns: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    template: str | None, response: str, turns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = make_tokenizer(template)
 

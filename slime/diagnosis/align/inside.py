@@ -181,11 +181,7 @@ def routing(case: Discrepancy) -> Iterator[Tried]:
             continue
         watcher = Watcher()
         model.hidden(
-            sample.tokens,
-            sample.prompt_length,
-            model.setting,
-            watcher=watcher,
-            media=sample.media,
+            sample.tokens, sample.prompt_length, model.setting, watcher=watcher, media=sample.media
         )
         mine = torch.stack(watcher.chosen, dim=1).cpu().sort(-1).values
         layers = [layer for layer, has in enumerate(model.arch.experts.in_layer) if has]

@@ -327,11 +327,7 @@ def _compare_parts(config: Config, case: Discrepancy, result: Result) -> None:
         for name, setting in {"exact": model.setting, "rounded": model.as_the_run()}.items():
             watcher = Watcher(keeps=True)
             model.hidden(
-                sample.tokens,
-                sample.prompt_length,
-                setting,
-                watcher=watcher,
-                media=sample.media,
+                sample.tokens, sample.prompt_length, setting, watcher=watcher, media=sample.media
             )
             shown[name] = watcher.seen
         sides = [trainer.parts(sample), engine.parts(sample), shown["exact"]]
