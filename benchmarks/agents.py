@@ -107,11 +107,9 @@ def said(raw: bytes, args: argparse.Namespace) -> list[dict[str, Any]]:
             ]
     if args.api == "chat":
         return [body["choices"][0]["message"]]
-    return (
-        body["output"]
-        if args.api == "responses"
-        else [{"role": "assistant", "content": body["content"]}]
-    )
+    if args.api == "responses":
+        return body["output"]
+    return [{"role": "assistant", "content": body["content"]}]
 
 
 def play(pipe: Connection, args: argparse.Namespace, vocabulary: int, end: int) -> None:
@@ -180,8 +178,7 @@ async def measure(args: argparse.Namespace) -> None:
             seconds, cpu, others = await one_round(state, here, args)
             print(
                 f"{'warm-up' if number == 0 else f'round {number}':8} {turns / seconds:6.0f} "
-                "turns/s, "
-                f"CPU time a turn: {1000 * cpu / turns:.2f} ms in the rollout's process, "
+                f"turns/s, CPU time a turn: {1000 * cpu / turns:.2f} ms in the rollout's process, "
                 f"{1000 * others / turns:.2f} ms in the engine's and the agents'",
                 flush=True,
             )

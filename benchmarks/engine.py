@@ -157,8 +157,7 @@ def _print_line(name: str, result: dict[str, Any]) -> None:
     rates = result["tokens_per_second"]
     print(
         f"{name:18} transformers {rates['transformers']:7.0f} tok/s   engine "
-        f"{rates['engine']:7.0f} tok/s   "
-        f"{result['speedup']:.2f} x",
+        f"{rates['engine']:7.0f} tok/s   {result['speedup']:.2f} x",
         flush=True,
     )
 

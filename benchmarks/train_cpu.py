@@ -147,11 +147,10 @@ def timed(run: Callable[[], float]) -> tuple[float, float]:
 def measure(args: argparse.Namespace, model_path: Path) -> dict[str, Any]:
     samples = read_samples(args.data, model_path, (args.steps + 1) * args.samples)
     ours = our_side(model_path, args.dtype, args.lr)
-    kinds = (
-        {"bfloat16 weights": False, "autocast": True}
-        if args.dtype == "bfloat16"
-        else {"float32": False}
-    )
+    if args.dtype == "bfloat16":
+        kinds = {"bfloat16 weights": False, "autocast": True}
+    else:
+        kinds = {"float32": False}
     peers = {
         name: peer_side(model_path, args.dtype, args.lr, args.batch_size, cast)
         for name, cast in kinds.items()

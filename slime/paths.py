@@ -78,11 +78,10 @@ def check(
     fix = "write it like {rollout_id} or {rollout_id:04d}, and {{ and }} for braces that are meant"
     try:
         unknown = [name for name in _fields(pattern) if name not in fields]
-        paths = (
-            []
-            if unknown
-            else [str(fill(pattern, i)) for i in range(max(1, min(num_rollout, _MAX_COMPARED)))]
-        )
+        if unknown:
+            paths = []
+        else:
+            paths = [str(fill(pattern, i)) for i in range(max(1, min(num_rollout, _MAX_COMPARED)))]
         why = f"; there is no {{{unknown[0]}}}" if unknown else ""
         if not unknown:
             fill(pattern, Evaluation(0))

@@ -367,11 +367,9 @@ class _Hider:
     def _in_query(self, match: re.Match[str]) -> str:
         words = [word.lower() for word in _WORDS.findall(match["name"])] or [""]
         grade = 2 if words[-1] in _QUERY_NAMES else _grade(match["name"])
-        return (
-            self._hide(match)
-            if _hides(grade, match["secret"]) and HIDDEN not in match["secret"]
-            else match[0]
-        )
+        if _hides(grade, match["secret"]) and HIDDEN not in match["secret"]:
+            return self._hide(match)
+        return match[0]
 
     def _named_in(self, text: str) -> str:
         """Hide the values after names of secrets. What follows another name may itself be a name

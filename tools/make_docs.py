@@ -269,11 +269,9 @@ def _difference(name: str, found: Spelling) -> str:
     if remarks:
         return f"| `--{name}` | same but for a value | {_with_code('; '.join(remarks))} |"
     is_same = found.negated or found.spec.dest == name.replace("-", "_")
-    return (
-        ""
-        if is_same
-        else f"| `--{name}` | renamed | is `{found.spec.option}`; the old name is accepted |"
-    )
+    if is_same:
+        return ""
+    return f"| `--{name}` | renamed | is `{found.spec.option}`; the old name is accepted |"
 
 
 def _read_page(name: str) -> str:

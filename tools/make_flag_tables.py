@@ -393,11 +393,9 @@ def _shape_of(node: ast.expr) -> dict[str, Any] | None:
     if isinstance(node, ast.Name):
         return {"kind": _SCALARS[node.id]} if node.id in _SCALARS else None
     if isinstance(node, ast.Attribute):
-        return (
-            {"kind": "str", "choices": ("fp32", "bf16", "fp16", "fp8")}
-            if node.attr == "dtype"
-            else None
-        )
+        if node.attr == "dtype":
+            return {"kind": "str", "choices": ("fp32", "bf16", "fp16", "fp8")}
+        return None
     if not isinstance(node, ast.Subscript) or not isinstance(node.value, ast.Name):
         return None
     outer = node.value.id
@@ -412,9 +410,8 @@ def _shape_of(node: ast.expr) -> dict[str, Any] | None:
         return shape and {**shape, "many": True}
     if outer == "Union":
         shape = _shape_of(inner[0])
-        if shape == {
-            "kind": "int"
-        }:  # a frequency or one entry per layer: an expression such as ([0]*3+[1]*58)
+        # a frequency or one entry per layer: an expression such as ([0]*3+[1]*58)
+        if shape == {"kind": "int"}:
             return {"kind": "int_or_list"}
         return shape and {**shape, "many": True, "scalar_or_list": True}
     return None
@@ -426,14 +423,12 @@ def _default_of(node: ast.expr | None) -> tuple[Any, dict[str, Any]]:
         return None, {}
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "field":
         keywords = {keyword.arg: keyword.value for keyword in node.keywords}
-        meta = (
-            ast.literal_eval(keywords["metadata"]).get("argparse_meta", {})
-            if "metadata" in keywords
-            else {}
-        )
-        if (
-            "default" in meta
-        ):  # what Megatron's command line has, where the class needs another value
+        if "metadata" in keywords:
+            meta = ast.literal_eval(keywords["metadata"]).get("argparse_meta", {})
+        else:
+            meta = {}
+        # what Megatron's command line has, where the class needs another value
+        if "default" in meta:
             return meta["default"], meta
         return (_default_of(keywords["default"])[0] if "default" in keywords else None), meta
     if isinstance(node, ast.BinOp):  # 1024 * 1024, 2**32

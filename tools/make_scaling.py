@@ -109,11 +109,10 @@ def _row(name: str, gpus: int, batch: str, plan: Plan) -> str:
     cut = " ".join(f"{kind} {size}" for kind, size in sizes.items() if size > 1) or "data parallel"
     placement = facts.placement
     engines = f"{placement.num_engines} × {placement.slots_per_engine}"
-    split = (
-        "colocated"
-        if facts.colocate
-        else f"{placement.num_train} train, {placement.num_rollout} generate"
-    )
+    if facts.colocate:
+        split = "colocated"
+    else:
+        split = f"{placement.num_train} train, {placement.num_rollout} generate"
     return (
         f"| {name} | {gpus:,} | {batch} | {split} | {cut} | {engines} | {plan.seconds:.0f} s | "
         f"{plan.tokens_per_gpu:,.0f} | {plan.limit} |"

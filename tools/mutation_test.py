@@ -332,9 +332,8 @@ class _Finder:
             values = [f"({self._text(value)})" for value in node.values]
             yield self._mutation(node, name, "and ↔ or", f"({word.join(values)})")
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Not):
-            if isinstance(
-                node.operand, ast.Constant
-            ):  # often the last dimension, which has a second name
+            # often the last dimension, which has a second name
+            if isinstance(node.operand, ast.Constant):
                 yield self._mutation(node, name, "change constant", "0")
                 return
             yield self._mutation(node, name, "drop sign or not", f"({self._text(node.operand)})")
@@ -521,11 +520,9 @@ def read_cases(root: Path) -> Cases:
     named = []
     stale = []
     for row in table.get("named", []):
-        text = (
-            (root / row["file"]).read_text(encoding="utf-8")
-            if (root / row["file"]).exists()
-            else ""
-        )
+        text = ""
+        if (root / row["file"]).exists():
+            text = (root / row["file"]).read_text(encoding="utf-8")
         count = text.count(row["before"])
         if count != 1:
             stale.append(
@@ -1113,11 +1110,10 @@ def _keep(root: Path, results: Iterable[Result]) -> None:
 def _known(root: Path) -> dict[tuple[str, str], Result]:
     """(Name, changed source) → the last result."""
     path = root / RESULTS
-    rows = (
-        [Result(**json.loads(line)) for line in path.read_text().splitlines()]
-        if path.exists()
-        else []
-    )
+    if path.exists():
+        rows = [Result(**json.loads(line)) for line in path.read_text().splitlines()]
+    else:
+        rows = []
     return {(row.name, row.source): row for row in rows}
 
 
@@ -1189,14 +1185,12 @@ def page(
         "# Results of mutation testing",
         "",
         f"Written by `make mutation` at commit {commit}; run until {time.strftime('%Y-%m-%d')} "
-        "with Python "
-        f"{platform.python_version()}, seed {seed}.",
+        f"with Python {platform.python_version()}, seed {seed}.",
         "Each mutation changes one expression or statement and runs the tests nearest to it; see",
         "[tests/README.md](../tests/README.md#mutation-testing).",
         "",
-        f"**Tests notice {noticed['drawn']} of {len(drawn)} drawn mutations and "
-        f"{noticed['named']} of {len(named)} "
-        "listed by name.**",
+        f"**Tests notice {noticed['drawn']} of {len(drawn)} drawn mutations and {noticed['named']} "
+        f"of {len(named)} listed by name.**",
         *([f"{missing} more are drawn or listed and were not run."] if missing else []),
         f"`tools/mutations.toml` sets {len(cases.equivalent)} mutations or functions aside that "
         "change no result.",

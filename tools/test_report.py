@@ -186,9 +186,8 @@ class _Recorder:
             file.write(json.dumps(line) + "\n")
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        if (
-            report.when == "call" or not report.passed
-        ):  # setting up and taking down count when they fail
+        # setting up and taking down count when they fail
+        if report.when == "call" or not report.passed:
             reason = report.longrepr[2].removeprefix("Skipped: ") if report.skipped else ""
             self._write(report.nodeid, report.outcome, reason)
 

@@ -281,11 +281,10 @@ def _flags(args: argparse.Namespace, folder: Path, way: str) -> list[str]:
         "--max-restarts": 9,
         "--actor-num-gpus-per-node": args.gpus,
     }
-    own = (
-        ["--colocate"]
-        if way == "colocated"
-        else ["--rollout-num-gpus", str(args.gpus), "--update-weights-in-flight"]
-    )
+    if way == "colocated":
+        own = ["--colocate"]
+    else:
+        own = ["--rollout-num-gpus", str(args.gpus), "--update-weights-in-flight"]
     words = [str(word) for pair in given.items() for word in pair]
     return [
         "--use-dynamic-batch-size",

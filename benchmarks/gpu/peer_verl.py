@@ -288,10 +288,7 @@ def measure_slime(args: argparse.Namespace, model: Path, folder: Path) -> Row:
 
 
 def run_peer(
-    command: list[str],
-    folder: Path,
-    variables: dict[str, str],
-    enough: Callable[[], bool],
+    command: list[str], folder: Path, variables: dict[str, str], enough: Callable[[], bool]
 ) -> None:
     """Run the other system in ``folder``, with its output in log.txt there.
 
@@ -368,11 +365,10 @@ def run_cases(
         folder.mkdir(parents=True, exist_ok=True)
         model = make_model(args, scratch).resolve()
         for case in args.cases:
-            measure = (
-                partial(measure_slime, args, model, folder / case)
-                if case == "slime"
-                else partial(measure_peer, args, model, folder / case, case)
-            )
+            if case == "slime":
+                measure = partial(measure_slime, args, model, folder / case)
+            else:
+                measure = partial(measure_peer, args, model, folder / case, case)
             report.case(case, measure)
         report.case("ratio", partial(compare, report.rows, peer))
     return report.finish()

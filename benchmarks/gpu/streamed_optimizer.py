@@ -148,11 +148,7 @@ def train(
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), 0)
     started = time.perf_counter()
     backend = new_backend(
-        place,
-        args.shape,
-        max_tokens_per_gpu=args.max_tokens,
-        recompute_granularity="full",
-        **flags,
+        place, args.shape, max_tokens_per_gpu=args.max_tokens, recompute_granularity="full", **flags
     )
     set_up = time.perf_counter() - started
     from slime.trainer.megatron import device

@@ -96,8 +96,7 @@ def summary(found: Gaps, rows: int = 12) -> str:
     idle = found.span - found.busy
     lines = [
         f"GPU: {found.span / 1e3:.1f} ms from first to last kernel, {found.busy / 1e3:.1f} ms "
-        "busy, "
-        f"{idle / 1e3:.1f} ms idle ({100 * idle / max(found.span, 1e-9):.1f} %), "
+        f"busy, {idle / 1e3:.1f} ms idle ({100 * idle / max(found.span, 1e-9):.1f} %), "
         f"{sum(gap.length for gap in found.gaps) / 1e3:.1f} ms of it in {len(found.gaps)} gaps:"
     ]
     for gap in found.gaps[:rows]:

@@ -156,11 +156,9 @@ def _whole_numbers(value: Any) -> Any:
         return {name: _whole_numbers(one) for name, one in value.items()}
     if isinstance(value, list):
         return [_whole_numbers(one) for one in value]
-    return (
-        int(value)
-        if isinstance(value, float) and abs(value) < 2**53 and value.is_integer()
-        else value
-    )
+    if isinstance(value, float) and abs(value) < 2**53 and value.is_integer():
+        return int(value)
+    return value
 
 
 def call_ids(message: dict[str, Any]) -> list[Any]:
@@ -213,10 +211,7 @@ class ChatFormat:
 
     @staticmethod
     def of(
-        tokenizer: Any,
-        family: str,
-        end_tokens: Collection[int],
-        images: AgentImages | None = None,
+        tokenizer: Any, family: str, end_tokens: Collection[int], images: AgentImages | None = None
     ) -> ChatFormat:
         """Read the formats of a model from its tokenizer.
 

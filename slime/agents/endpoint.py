@@ -163,11 +163,10 @@ class AgentEndpoint:
             return ": it has asked for none"
         lines = self._finished.output.strip().splitlines()
         last = f"; its last line: {lines[-1][:300]}" if lines else ", and wrote nothing"
-        status = (
-            "was ended at its deadline"
-            if self._finished.status is None
-            else f"ended with {self._finished.status}"
-        )
+        if self._finished.status is None:
+            status = "was ended at its deadline"
+        else:
+            status = f"ended with {self._finished.status}"
         return f": it has asked for none, and {status}{last}"
 
     # -- start and end -----------------------------------------------------------------------------
@@ -248,10 +247,7 @@ def agent_endpoint(
 
 @lru_cache(maxsize=4)
 def _chat_format_of(
-    tokenizer: Any,
-    model: str | None,
-    end_tokens: frozenset[int],
-    images: AgentImages | None,
+    tokenizer: Any, model: str | None, end_tokens: frozenset[int], images: AgentImages | None
 ) -> ChatFormat:
     """Read the chat template and the markers of a model, once."""
     return ChatFormat.of(tokenizer, family_name(model) if model else "", end_tokens, images)

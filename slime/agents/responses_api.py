@@ -49,11 +49,10 @@ def read(body: dict[str, Any], session: AgentSession) -> AgentRequest:
     refuse_constraints({"response_format": form, "tool_choice": body.get("tool_choice")})
     history = _history(optional(body, "previous_response_id", TEXT, ""), session)
     given = body.get("input")
-    items = (
-        [{"role": "user", "content": given}]
-        if isinstance(given, str)
-        else LIST.read("input", given)
-    )
+    if isinstance(given, str):
+        items = [{"role": "user", "content": given}]
+    else:
+        items = LIST.read("input", given)
     history = history + _messages(items, session)
     if not history:
         raise BadRequest("input must have at least one item", "input")

@@ -243,11 +243,10 @@ def _refused(
 ) -> web.Response:
     if _SESSION in request:
         request[_SESSION].refused = message
-    api = (
-        messages_api
-        if "/v1/messages" in request.path or "anthropic-version" in request.headers
-        else chat_api
-    )
+    if "/v1/messages" in request.path or "anthropic-version" in request.headers:
+        api = messages_api
+    else:
+        api = chat_api
     return _json(api.error(message, kind, code, param), status, _NO_RETRY)
 
 

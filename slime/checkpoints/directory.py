@@ -308,11 +308,10 @@ def read_manifest(directory: Path) -> list[FileRecord] | None:
             ) from error
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        why = (
-            error.strerror or str(error)
-            if isinstance(error, OSError)
-            else f"it is not a manifest: {error!r:.100}"
-        )
+        if isinstance(error, OSError):
+            why = error.strerror or str(error)
+        else:
+            why = f"it is not a manifest: {error!r:.100}"
         raise UserError(f"{path} is damaged", why=why, fix=_go_back(directory)) from error
     fault = _fault_of_manifest(directory, written_as, {record.path for record in records})
     if fault:

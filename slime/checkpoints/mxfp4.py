@@ -93,9 +93,7 @@ class Mxfp4Tensor:
         start, stop, _ = columns.indices(self.shape[1])
         blocks = slice(start // BLOCK, -(-stop // BLOCK))
         numbers = decode(
-            self._blocks[experts, rows, blocks],
-            self._scales[experts, rows, blocks],
-            torch.bfloat16,
+            self._blocks[experts, rows, blocks], self._scales[experts, rows, blocks], torch.bfloat16
         )
         first = blocks.start * BLOCK
         return numbers[..., start - first : stop - first].transpose(-1, -2)

@@ -453,8 +453,7 @@ def _read_stacked(
         first, last, _ = ranks.indices(rank)
         height = len(range(*outputs.indices(features)))
         a = _Computed(
-            (last - first, width),
-            lambda: factors.a[expert * rank + first : expert * rank + last],
+            (last - first, width), lambda: factors.a[expert * rank + first : expert * rank + last]
         )
         b = _Computed((height, last - first), lambda: whole_b()[outputs, first:last, expert])
         return _Factors(a, b, factors.scaling)
@@ -821,10 +820,7 @@ def _targets(names: Iterable[str], spec: ModelSpec) -> list[str]:
 
 
 def _write(
-    target: Path,
-    config: Mapping[str, Any],
-    makers: Mapping[str, _Output],
-    modules: ModuleNames,
+    target: Path, config: Mapping[str, Any], makers: Mapping[str, _Output], modules: ModuleNames
 ) -> Path:
     from slime.checkpoints.safetensors_stream import write_stream
     from slime.engines.wire.buckets import dtype_name
@@ -859,12 +855,7 @@ def _check_target(target: Path) -> None:
 
 
 def _config(
-    tensors: Iterable[str],
-    rank: int,
-    alpha: float,
-    dropout: float,
-    base: str,
-    names: ModuleNames,
+    tensors: Iterable[str], rank: int, alpha: float, dropout: float, base: str, names: ModuleNames
 ) -> dict[str, Any]:
     modules = [module_of(name) for name in tensors]
     leaves = [module.rpartition(".")[2] for module in modules]
@@ -922,9 +913,7 @@ def _padded(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, _Output
         ratio = rank / (rank - missing) if is_b else 1.0
 
         def make(
-            tensor: torch.Tensor = tensor,
-            padding: tuple[int, ...] = padding,
-            ratio: float = ratio,
+            tensor: torch.Tensor = tensor, padding: tuple[int, ...] = padding, ratio: float = ratio
         ) -> torch.Tensor:
             return torch.nn.functional.pad(_scaled(tensor, ratio), padding)
 

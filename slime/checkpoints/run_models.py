@@ -216,11 +216,9 @@ def _resolve(
 def data_path(run_folder: Path, config: dict[str, Any]) -> str | None:
     """Return the run's --prompt-data, resolved from here; None if the configuration names none."""
     named = config.get("data", {}).get("prompt_data")
-    return (
-        str(_resolve(run_folder, config, named, lambda path: Path(split_slice(path)[0])))
-        if named
-        else None
-    )
+    if named:
+        return str(_resolve(run_folder, config, named, lambda path: Path(split_slice(path)[0])))
+    return None
 
 
 def started_from(run_folder: Path, output_dir: Path) -> Path:

@@ -39,8 +39,7 @@ def main(argv: list[str]) -> int:
     given = [flag for flag in ("to", "gguf") if getattr(flags, flag)]
     if not given:
         raise UserError(
-            "slime export needs to know what to write",
-            fix="pass --to DIR or --gguf FILE",
+            "slime export needs to know what to write", fix="pass --to DIR or --gguf FILE"
         )
     for flag in given:
         check_no_run_writes(Path(getattr(flags, flag)), f"--{flag}")

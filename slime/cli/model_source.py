@@ -238,11 +238,9 @@ def _converted(model: RunModel, hf_checkpoint: str | None) -> Path:
         return target
     base = model_directory(hf_checkpoint) if hf_checkpoint else model.base
     if base is None or not base.is_dir():
-        why = (
-            f"its run began with {base}, which is not here"
-            if base
-            else "it does not say which model it is of"
-        )
+        why = "it does not say which model it is of"
+        if base:
+            why = f"its run began with {base}, which is not here"
         raise UserError(
             f"{model.path} is a Megatron checkpoint without config.json and tokenizer",
             why=why,
@@ -268,11 +266,9 @@ def _converted(model: RunModel, hf_checkpoint: str | None) -> Path:
             timeout=deadlines.MODEL_SOURCE_CONVERT,
         )
         if done.returncode:
-            advice = (
-                ""
-                if model.path.is_dir()
-                else "the run has removed this checkpoint meanwhile: try again; or "
-            )
+            advice = "the run has removed this checkpoint meanwhile: try again; or "
+            if model.path.is_dir():
+                advice = ""
             words = f"--load_path {model.path} --hf_model_path {base} --save_path DIR"
             raise UserError(
                 f"{model.path} could not be converted",

@@ -87,12 +87,7 @@ def card_of(path: str, chosen: ChosenModel) -> str:
     is_adapter = chosen.adapter is not None
     base_format = format_of(read_hf_config(base)) if base and is_adapter else ""
     return model_card(
-        model_name(path),
-        run,
-        base,
-        licence,
-        is_adapter=is_adapter,
-        base_format=base_format,
+        model_name(path), run, base, licence, is_adapter=is_adapter, base_format=base_format
     )
 
 

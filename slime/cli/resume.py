@@ -69,20 +69,16 @@ def _split_words(argv: list[str]) -> tuple[list[str], list[str]]:
 def _stage_of(folder: Path, stage: str | None) -> RunFolder:
     stages = [*dict.fromkeys([*RunFolder(folder).read_summary()["stages"], *config_files(folder)])]
     if not stages:
-        why = (
-            f"it has neither config.json nor run.json; it holds: {contents_of(folder)}"
-            if folder.is_dir()
-            else ""
-        )
+        why = ""
+        if folder.is_dir():
+            why = f"it has neither config.json nor run.json; it holds: {contents_of(folder)}"
         what = (
             "is not a run folder" if folder.is_dir() else "is not a folder, and so not a run folder"
         )
         copies = sorted((folder / "history").glob("config.*.json")) if folder.is_dir() else []
-        fix = (
-            f"cp {copies[-1]} {folder / 'config.json'}, if it is one"
-            if copies
-            else "pass outputs/<run>"
-        )
+        fix = "pass outputs/<run>"
+        if copies:
+            fix = f"cp {copies[-1]} {folder / 'config.json'}, if it is one"
         raise UserError(f"{folder} {what}", why, fix)
     if stage is not None and stage not in stages:
         raise UserError(

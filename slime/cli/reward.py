@@ -122,10 +122,7 @@ def _parser() -> Arguments:
     parser.add_argument("--rm-timeout", type=float, help="seconds for one call")
     parser.add_argument("--rm-num-workers", type=int, help="processes of the math graders")
     parser.add_argument(
-        "--max-rows",
-        type=at_least_one,
-        default=100,
-        help="score at most so many rows (100)",
+        "--max-rows", type=at_least_one, default=100, help="score at most so many rows (100)"
     )
     return parser
 
@@ -140,11 +137,10 @@ def _samples(
     """
     check_label_key(config)
     form = RowFormat.of(config)
-    judge = (
-        None
-        if config.reward.custom_rm_path
-        else RewardJudge(config.reward.rm_type, config.reward.rm_url)
-    )
+    if config.reward.custom_rm_path:
+        judge = None
+    else:
+        judge = RewardJudge(config.reward.rm_type, config.reward.rm_url)
     assert config.data.prompt_data is not None
     found: list[Sample] = []
     problems = Problems()

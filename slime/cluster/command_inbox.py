@@ -106,11 +106,10 @@ class CommandInbox:
             return None
         try:
             status = path.lstat()
-            words = (
-                read_object(path)
-                if stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST
-                else {}
-            )
+            if stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST:
+                words = read_object(path)
+            else:
+                words = {}
         except OSError:  # withdrawn or unreadable
             return None
         return EngineCommand(found.group(1), str(words.get("verb", "")), str(words.get("url", "")))

@@ -49,11 +49,6 @@ class EngineInfo:
     def abilities(self) -> Abilities:
         return Abilities.read(self.server)
 
-    @property
-    def num_ranks(self) -> int:
-        """Processes that hold weights."""
-        return self.abilities.num_ranks
-
 
 def fetch_engine_info(url: str) -> EngineInfo:
     """Ask an engine about itself.
@@ -122,9 +117,8 @@ def check_fit(
         _check_likeness(url, info, *other)
         if info.server.get("random_seed") == other[1].server.get("random_seed"):
             warn(
-                f"{url} was started with the same random_seed as {other[0]}: samples of one "
-                "prompt that are spread over"
-                " both may be identical; another --random-seed helps"
+                f"{url} was started with the same random_seed as {other[0]}: samples of one prompt "
+                "that are spread over both may be identical; another --random-seed helps"
             )
 
 

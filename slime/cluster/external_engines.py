@@ -175,7 +175,7 @@ class ExternalEngines:
         for engine in self._external():
             url = engine.name
             info = self._check(url, reference)
-            engine.ranks = info.num_ranks
+            engine.ranks = info.abilities.num_ranks
             reference = reference or (url, info)
 
     def _check_policy(self) -> None:
@@ -286,7 +286,7 @@ class ExternalEngines:
         warnings: list[str] = []
         keys.register_external(url)
         info = self._check(url, self._reference_engine(), warnings.append)
-        self.table.mark_joined(url, info.num_ranks)
+        self.table.mark_joined(url, info.abilities.num_ranks)
         if self.config.debug.debug_rollout_only:
             self.table.rejoin()
             self.engines.admit()
@@ -373,9 +373,7 @@ class ExternalEngines:
         return done if drained else f"{done}; requests that it may have lost are sent again"
 
     def _find(self, wanted: str) -> EngineEntry:
-        named = next(
-            (engine for engine in self.table.engines.values() if wanted in engine.parts), None
-        )
+        named = self.table.find(wanted)
         url = "" if named is not None else engine_url(wanted, f"{_COMMAND} remove")
         found = named or next(
             (engine for engine in self.table.engines.values() if url in engine.urls[:1]), None

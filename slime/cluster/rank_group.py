@@ -58,10 +58,7 @@ class RankActor:
         self.backend: Any = None  # from `setup` on
         os.environ.update(environment)  # before torch is imported
         log_to_file_only(
-            f"{self.name}-{rank}",
-            run_path / "logs",
-            config.observe.log_level,
-            *config.for_hiding(),
+            f"{self.name}-{rank}", run_path / "logs", config.observe.log_level, *config.for_hiding()
         )
 
     def process(self) -> Process:

@@ -296,11 +296,9 @@ class RolloutActor:
         Args:
             evaluation: prefer an evaluation to a rollout if both run.
         """
-        return (
-            (self.loop.progress(evaluation), self.loop.waits(evaluation))
-            if self.loop is not None
-            else ({}, "")
-        )
+        if self.loop is not None:
+            return (self.loop.progress(evaluation), self.loop.waits(evaluation))
+        return ({}, "")
 
     async def mark_consumed(
         self, rollout_id: int, trained: Sequence[TrainedTokens] = ()

@@ -122,11 +122,10 @@ class Routers:
     def _worker_urls(self, model: str, url_of: Mapping[str, str]) -> list[str]:
         """Return the URLs of the model's engines; external engines belong to the policy."""
         own = {part.name for part in self._parts}
-        external = (
-            [url for name, url in url_of.items() if name not in own]
-            if self._models[model].is_policy
-            else []
-        )
+        if self._models[model].is_policy:
+            external = [url for name, url in url_of.items() if name not in own]
+        else:
+            external = []
         return [url_of[name] for name in self._first_parts(model) if name in url_of] + external
 
     def _begin(

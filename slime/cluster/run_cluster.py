@@ -617,8 +617,6 @@ class Cluster:
             raise StopRequested("while parts of it are stopped")
 
     def _explain_failures(self) -> contextlib.AbstractContextManager[None]:
-        return (
-            self._engines.explain_failures()
-            if self._engines is not None
-            else contextlib.nullcontext()
-        )
+        if self._engines is not None:
+            return self._engines.explain_failures()
+        return contextlib.nullcontext()

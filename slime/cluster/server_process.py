@@ -159,11 +159,9 @@ class ServerProcess:
         """Return "was killed (SIGKILL)" or "ended with exit status 1", for messages."""
         assert self._process is not None and self._process.returncode is not None
         code = self._process.returncode
-        return (
-            f"was killed ({signal.Signals(-code).name})"
-            if code < 0
-            else f"ended with exit status {code}"
-        )
+        if code < 0:
+            return f"was killed ({signal.Signals(-code).name})"
+        return f"ended with exit status {code}"
 
     def log_tail(self, num_lines: int = 6) -> str:
         if not self.log_path.exists():

@@ -83,11 +83,9 @@ class TrainerStart:
     @property
     def saved_for(self) -> int | None:
         """The rollout after which the saved data position was written; None if there is none."""
-        return (
-            self.extra_state.get("rollout_id", self.start_rollout_id - 1)
-            if "source" in self.extra_state
-            else None
-        )
+        if "source" in self.extra_state:
+            return self.extra_state.get("rollout_id", self.start_rollout_id - 1)
+        return None
 
     def launch(self, num_prompts: int, seconds: dict[str, float]) -> Launch:
         metrics, pushes, ancestries = (
@@ -448,10 +446,7 @@ class Trainers(RankGroup):
         return metrics, [one for _, trained in answers for one in trained]
 
     def _train_both(
-        self,
-        critic: Critics,
-        shards: list[ray.ObjectRef],
-        critic_shards: Sequence[ray.ObjectRef],
+        self, critic: Critics, shards: list[ray.ObjectRef], critic_shards: Sequence[ray.ObjectRef]
     ) -> tuple[list[Any], dict[str, float]]:
         """Train policy and critic at the same time; return the answers of the policy's ranks and
         the critic's metrics."""

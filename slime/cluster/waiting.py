@@ -326,21 +326,17 @@ def _deadline_passed(
 ) -> ActorLost:
     # all actors write their stacks: one of ``silent`` may wait for another one
     process = next((worker.process for worker in silent if worker.process is not None), None)
-    dump = (
-        f"py-spy dump --pid {process.pid}, on {process.host},"
-        if process
-        else "py-spy dump --pid <its pid>"
-    )
+    dump = "py-spy dump --pid <its pid>"
+    if process:
+        dump = f"py-spy dump --pid {process.pid}, on {process.host},"
     here = {pid: worker.name for worker in silent if (pid := pid_here(worker)) is not None}
     stopped = stopped_parts()
     asked = stacks.ask({*here, *own_actors()} - stopped.keys(), wait=True)
     logs = [f"{here[pid]}.log" for pid in asked if pid in here]
     logs += ["the logs of the others"] if len(asked) > len(logs) else []
-    where = (
-        f"the Python stacks of all threads are in {' and '.join(logs)}; "
-        if logs
-        else "read its log; "
-    )
+    where = "read its log; "
+    if logs:
+        where = f"the Python stacks of all threads are in {' and '.join(logs)}; "
     return DeadlinePassed(
         f"{what}: no answer within {timeout:.0f} s from {', '.join(map(str, silent))}, waited for "
         f"since {time.strftime('%H:%M:%S', time.localtime(since))}",
@@ -361,11 +357,10 @@ def _raise_cause(
 
     If one rank is killed or refuses, the others often report a broken connection first.
     """
-    late, _ = (
-        ray.wait(pending, num_returns=len(pending), timeout=deadlines.WAITING_CAUSE)
-        if pending
-        else ([], [])
-    )
+    if pending:
+        late, _ = ray.wait(pending, num_returns=len(pending), timeout=deadlines.WAITING_CAUSE)
+    else:
+        late, _ = ([], [])
     for ref in late:
         try:
             _fetch(ref, what, worker_of[ref])
@@ -375,11 +370,9 @@ def _raise_cause(
             logger.debug("%s failed too: %s", worker_of[ref], other)
     silent = [worker_of[ref] for ref in pending if ref not in late]
     if _is_broken_connection(error):
-        others = (
-            f"no answer from {', '.join(map(str, silent))}"
-            if silent
-            else "each of them waited for another one"
-        )
+        others = "each of them waited for another one"
+        if silent:
+            others = f"no answer from {', '.join(map(str, silent))}"
         happened = f"processes that work together lost each other; {others}"
         fix = "read their logs, and check their hosts: memory, network, a stopped process"
         if "unhandled cuda error" in str(error).lower():

@@ -223,11 +223,10 @@ class EvalDatasetConfig(EvalDataset):
 
     def __init__(self, name: str, path: str, *, args: Any = None, **values: Any) -> None:
         flags = {"eval_prompt_data": [name, path]}
-        config = (
-            current_loop().config
-            if is_in_run() and args is None
-            else config_of(args, _EVALUATION, **flags)
-        )
+        if is_in_run() and args is None:
+            config = current_loop().config
+        else:
+            config = config_of(args, _EVALUATION, **flags)
         given = {key: value for key, value in values.items() if value is not None}
         check_keys(given, f"evaluation set {name}")
         super().__init__(**resolved({"name": name, "path": path, **given}, config))

@@ -165,11 +165,10 @@ async def _stop_engines(tasks: Tasks, home: asyncio.AbstractEventLoop) -> Tasks:
 
 async def _ended(tasks: Tasks) -> Tasks:
     """Return the tasks that end within the deadline; cancel the others."""
-    done, late = (
-        await asyncio.wait(tasks, timeout=deadlines.DYNAMIC_SAMPLING_ABORT)
-        if tasks
-        else (set(), set())
-    )
+    if tasks:
+        done, late = await asyncio.wait(tasks, timeout=deadlines.DYNAMIC_SAMPLING_ABORT)
+    else:
+        done, late = (set(), set())
     for task in late:
         task.cancel()
     if late:
@@ -178,11 +177,9 @@ async def _ended(tasks: Tasks) -> Tasks:
 
 
 def _leaves(value: Sample | list[Any]) -> list[Sample]:
-    return (
-        [sample for item in value for sample in _leaves(item)]
-        if isinstance(value, list)
-        else [value]
-    )
+    if isinstance(value, list):
+        return [sample for item in value for sample in _leaves(item)]
+    return [value]
 
 
 @on_the_runs_loop

@@ -50,11 +50,10 @@ def unsupported(
             origin = given.origins[dest]
             where = f"{origin.removeprefix('yaml ')}: " if origin.startswith("yaml ") else ""
             by_reason.setdefault(reason, []).append((dest, where + shown))
-    errors = (
-        []
-        if family is None
-        else [([dest for dest in differing if described_by(family, dest)], family)]
-    )
+    if family is None:
+        errors = []
+    else:
+        errors = [([dest for dest in differing if described_by(family, dest)], family)]
     errors += [
         ([dest for dest, _ in flags], _unsupported(reason, [shown for _, shown in flags]))
         for reason, flags in by_reason.items()
@@ -228,11 +227,10 @@ def _entry(draft: Draft) -> None:
             "tokens"
         )
     if draft["async_buffer_size"] > 0 and draft["colocate"] and is_whole:
-        other = (
-            "train_async"
-            if draft.entry == "train_async"
-            else f"--async-buffer-size {draft['async_buffer_size']}"
-        )
+        if draft.entry == "train_async":
+            other = "train_async"
+        else:
+            other = f"--async-buffer-size {draft['async_buffer_size']}"
         raise UserError(
             f"--colocate cannot be used with {other}",
             why="engines generate while the trainer trains, so they cannot share its GPUs by turns",
@@ -245,11 +243,9 @@ def _host(draft: Draft) -> None:
     """Check flags that depend on whether the trainer has GPUs. This host's GPUs decide, or
     SLIME_NUM_GPUS if it is set."""
     on_gpu = num_gpus() > 0
-    where = (
-        "on GPUs"
-        if on_gpu
-        else "without GPUs (SLIME_NUM_GPUS=<n> says that the trainer's hosts have some)"
-    )
+    where = "without GPUs (SLIME_NUM_GPUS=<n> says that the trainer's hosts have some)"
+    if on_gpu:
+        where = "on GPUs"
     wrong = {"nccl"} if not on_gpu else {"gloo"}
     if draft["distributed_backend"] in wrong:
         raise UserError(
@@ -522,11 +518,9 @@ def _environment(draft: Draft) -> None:
 
 def _debug(draft: Draft) -> None:
     if draft["debug_rollout_only"] and draft["debug_train_only"]:
-        why = (
-            "--load-debug-rollout-data implies --debug-train-only"
-            if draft["load_debug_rollout_data"]
-            else ""
-        )
+        why = ""
+        if draft["load_debug_rollout_data"]:
+            why = "--load-debug-rollout-data implies --debug-train-only"
         raise UserError(
             "--debug-rollout-only and --debug-train-only exclude each other",
             why=why,
@@ -545,11 +539,10 @@ def _debug(draft: Draft) -> None:
     if None not in (samples, tensors) and path_patterns.fill(samples, 0) == path_patterns.fill(
         tensors, 0
     ):
-        both = (
-            ""
-            if samples == tensors
-            else f" and {tensors}: for rollout 0 that is {path_patterns.fill(samples, 0)}"
-        )
+        if samples == tensors:
+            both = ""
+        else:
+            both = f" and {tensors}: for rollout 0 that is {path_patterns.fill(samples, 0)}"
         raise UserError(
             f"--save-debug-rollout-data and --save-debug-train-data are both {samples}{both}",
             why="one would overwrite the other",

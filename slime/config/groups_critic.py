@@ -91,9 +91,7 @@ class CriticConfig:
     )
     """GPUs over which each matrix of the critic's experts is split."""
     critic_sequence_parallel: bool = derived(
-        "sequence_parallel where the critic's matrices are split",
-        needs=_CRITIC,
-        read_by="trainer",
+        "sequence_parallel where the critic's matrices are split", needs=_CRITIC, read_by="trainer"
     )
     """Split the critic's activations of norms and dropout along the sequence."""
     num_critic_only_steps: int = flag(0, range=NONE_OR_SOME, needs=_CRITIC)

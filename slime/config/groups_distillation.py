@@ -55,10 +55,7 @@ class DistillationConfig:
     advantage. Others: a loss term between whole distributions: reverse KL(policy, teacher), forward
     KL(teacher, policy), or generalised Jensen-Shannon divergence (arXiv:2306.13649)."""
     opd_top_k: int = flag(
-        0,
-        range=NONE_OR_SOME,
-        needs=(_OPD, _DISTRIBUTION),
-        read_by=("generation", "training"),
+        0, range=NONE_OR_SOME, needs=(_OPD, _DISTRIBUTION), read_by=("generation", "training")
     )
     """Compare the teacher's N most likely tokens, and all others as one; 0 compares the whole
     vocabulary, which needs a teacher in the trainer."""

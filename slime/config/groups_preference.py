@@ -53,9 +53,7 @@ class PreferenceConfig:
     """Weight of the negative log-likelihood of the chosen answer, per token (RPO,
     arXiv:2404.19733): it keeps both answers from becoming improbable."""
     simpo_gamma: float = flag(
-        0.5,
-        range=finite(0, "a margin"),
-        needs=on("preference_loss", "simpo"),
+        0.5, range=finite(0, "a margin"), needs=on("preference_loss", "simpo")
     )
     """γ: the margin that SimPO asks for; 0.3 to 0.5 times β is usual."""
     kto_desirable_weight: float = flag(1.0, range=WEIGHT, needs=_KTO)

@@ -217,11 +217,10 @@ def metavar(spec: FlagSpec) -> str:
 
 
 def _entry(spec: FlagSpec, text: str, width: int) -> str:
-    option = (
-        f"{spec.option}, {spec.off}"
-        if spec.kind == "bool" and spec.default is True
-        else spec.option
-    )
+    if spec.kind == "bool" and spec.default is True:
+        option = f"{spec.option}, {spec.off}"
+    else:
+        option = spec.option
     head = f"  {option} {metavar(spec)}".rstrip()
     default = default_text(spec)
     notes = [f"also {', '.join(spec.options[1:])}"] if len(spec.options) > 1 else []
@@ -233,11 +232,9 @@ def _entry(spec: FlagSpec, text: str, width: int) -> str:
     if len(head) > 34:
         wrapped = textwrap.wrap(body, width, initial_indent=" " * 36, subsequent_indent=" " * 36)
         return "\n".join([head, *wrapped])
-    return (
-        textwrap.fill(body, width, initial_indent=head.ljust(36), subsequent_indent=" " * 36)
-        if body
-        else head
-    )
+    if body:
+        return textwrap.fill(body, width, initial_indent=head.ljust(36), subsequent_indent=" " * 36)
+    return head
 
 
 def _first_sentence(text: str) -> str:
@@ -326,8 +323,6 @@ def _row(spec: FlagSpec) -> str:
 
 def _off_of(spec: FlagSpec) -> tuple[str, ...]:
     """Return the off spelling; () for ``--no-<name>`` of a switch that is off by default."""
-    return (
-        (spec.off,)
-        if spec.off and (spec.default is not False or not spec.off.startswith("--no-"))
-        else ()
-    )
+    if spec.off and (spec.default is not False or not spec.off.startswith("--no-")):
+        return (spec.off,)
+    return ()

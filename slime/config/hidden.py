@@ -44,11 +44,10 @@ def with_secrets(
     if not config.observe.use_wandb and hidden.pop("wandb_key", []):
         values["wandb_key"] = None
     missing: dict[str, str] = {}
-    custom = (
-        read_custom_config(given.values["custom_config_path"])
-        if "custom_config_path" in given.values
-        else UserFlags()
-    )
+    if "custom_config_path" in given.values:
+        custom = read_custom_config(given.values["custom_config_path"])
+    else:
+        custom = UserFlags()
     for dest, paths in hidden.items():
         if dest in given.values or dest in custom.values:
             values[dest] = given.values.get(dest, custom.values.get(dest))

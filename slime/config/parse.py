@@ -237,9 +237,7 @@ def read_yaml(path: str, flag: str) -> tuple[dict[str, Any], dict[str, Any]]:
         written = load_as_written(text)
     except OSError as error:
         raise UserError(
-            f"{flag} {path}: cannot be read",
-            why=error.strerror or str(error),
-            fix="check the path",
+            f"{flag} {path}: cannot be read", why=error.strerror or str(error), fix="check the path"
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(

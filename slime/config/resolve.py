@@ -327,9 +327,7 @@ def _algorithm(draft: Draft) -> None:
     )
     preference = draft["preference_loss"]
     draft.derive(
-        "preference_beta",
-        PREFERENCE_FACTS[preference].beta or 0.1,
-        f"preference_loss {preference}",
+        "preference_beta", PREFERENCE_FACTS[preference].beta or 0.1, f"preference_loss {preference}"
     )
     draft.derive(
         "rs_lower_bound",
@@ -451,11 +449,9 @@ def _checkpoints(draft: Draft) -> None:
 def _engine(draft: Draft) -> None:
     has_sglang = num_gpus() > 0 and importlib.util.find_spec("sglang") is not None
     chosen = "sglang" if has_sglang else "embedded"
-    why = (
-        "a GPU and SGLang are there"
-        if has_sglang
-        else "this host has no GPU, or SGLang is not installed"
-    )
+    why = "this host has no GPU, or SGLang is not installed"
+    if has_sglang:
+        why = "a GPU and SGLang are there"
     if draft["rollout_engine"] == "auto":
         draft.values["rollout_engine"] = None
     draft.derive("rollout_engine", chosen, why)

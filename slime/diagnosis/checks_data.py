@@ -345,9 +345,7 @@ def _judge(scores: Scores, findings: CheckFindings) -> None:
             findings.note(means)
         else:
             findings.add(
-                "reward-inverted",
-                f"{means} (means of the form that scores best)",
-                is_fatal=False,
+                "reward-inverted", f"{means} (means of the form that scores best)", is_fatal=False
             )
     elif scores.gold == scores.noise == scores.other:
         detail = (

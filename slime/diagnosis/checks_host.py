@@ -269,9 +269,7 @@ def _between_nodes(nodes: int, findings: CheckFindings) -> None:
         socket.getaddrinfo(name, None)
     except OSError as error:
         findings.add(
-            "hostname",
-            f"this host is called {name}, which has no address: {error}",
-            is_fatal=False,
+            "hostname", f"this host is called {name}, which has no address: {error}", is_fatal=False
         )
 
 

@@ -205,10 +205,7 @@ def _made(check: Check, case: CheckedRun, earlier: dict[str, CheckOutcome]) -> C
             )
         detail = f"{type(error).__name__}: {error} ({_place(error)})"
         findings.add(
-            "check-broken",
-            detail,
-            source=check.name,
-            is_fatal=not _place(error).startswith(_OURS),
+            "check-broken", detail, source=check.name, is_fatal=not _place(error).startswith(_OURS)
         )
     if check.name != "flags":
         # drop findings that name a doubtful flag: they may be consequences of its error

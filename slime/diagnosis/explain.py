@@ -88,11 +88,10 @@ def explain(folder: Path) -> Explanation:
         raise UserError(f"there is no run folder {folder}", fix="pass a directory below outputs/")
     summary = _object(folder / "run.json", folder)
     entries = summary.get("stages")
-    entries = (
-        {str(name): entry for name, entry in entries.items() if isinstance(entry, dict)}
-        if isinstance(entries, dict)
-        else {}
-    )
+    if isinstance(entries, dict):
+        entries = {str(name): entry for name, entry in entries.items() if isinstance(entry, dict)}
+    else:
+        entries = {}
     stage = max(entries, key=lambda name: _number(entries[name].get("started")), default="")
     run = RunFolder(folder, stage or None)
     entry = entries.get(stage, {})
@@ -275,11 +274,10 @@ def _log_findings(
         )
         detail = f"{best.line.text.strip()[:400]}{_why(message)}{more}"
         rank = 10 * best.signature.level + (0 if is_error else 1)
-        place = (
-            best.source.name
-            if best.source.kind == "crash"
-            else f"{best.source.name}, {best.line.place}"
-        )
+        if best.source.kind == "crash":
+            place = best.source.name
+        else:
+            place = f"{best.source.name}, {best.line.place}"
         found.append((rank, Finding(best.signature.trouble, detail, remedies, place, ended)))
     return found
 

@@ -120,11 +120,9 @@ def _four_steps(flags: Flags) -> list[str]:
         tried = f" ({'speculative decoding is' if graphs else 'CUDA graphs are'} off already)"
     # only the speculative model can use DeepEP
     deepep = flags.get("sglang_speculative_moe_a2a_backend") == "deepep"
-    third = (
-        "without DeepEP: leave --sglang-speculative-moe-a2a-backend out"
-        if deepep
-        else "DeepEP is not in use by this run"
-    )
+    third = "DeepEP is not in use by this run"
+    if deepep:
+        third = "without DeepEP: leave --sglang-speculative-moe-a2a-backend out"
     ways = [
         "1. CUDA_LAUNCH_BLOCKING=1 in the environment: the traceback then names the kernel",
         f"2. {without}; see whether anything changes{tried}",
@@ -151,11 +149,9 @@ def _network(flags: Flags) -> list[str]:
             "GLOO_SOCKET_IFNAME too",
             "NCCL_IB_DISABLE=0, and ibstat: is InfiniBand up?",
         ]
-    limit = (
-        f"--distributed-timeout-minutes {minutes:g} → {3 * minutes:g}"
-        if isinstance(minutes, (int, float))
-        else "a larger --distributed-timeout-minutes"
-    )
+    limit = "a larger --distributed-timeout-minutes"
+    if isinstance(minutes, (int, float)):
+        limit = f"--distributed-timeout-minutes {minutes:g} → {3 * minutes:g}"
     return [*ways, f"NCCL_TIMEOUT=1800, or {limit}, if it was only slow"]
 
 

@@ -68,13 +68,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.num_threads:
         torch.set_num_threads(args.num_threads)
     return asyncio.run(
-        serve(
-            listener,
-            EngineOptions.of(args),
-            args.parent_pid,
-            key,
-            inference_only=inference_only,
-        )
+        serve(listener, EngineOptions.of(args), args.parent_pid, key, inference_only=inference_only)
     )
 
 

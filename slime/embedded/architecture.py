@@ -59,11 +59,10 @@ class Rope:
         """Rotate the first dimensions of x [tokens, heads, dim] by rows of `tables`."""
         size = cos.shape[-1]
         part = x[..., :size] if size < x.shape[-1] else x
-        swapped = (
-            part.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-            if self.interleaved
-            else part.roll(size // 2, -1)
-        )
+        if self.interleaved:
+            swapped = part.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        else:
+            swapped = part.roll(size // 2, -1)
         rotated = torch.addcmul(part * cos, swapped, sin)
         return torch.cat([rotated, x[..., size:]], dim=-1) if size < x.shape[-1] else rotated
 

@@ -115,11 +115,10 @@ class _DecodeRows:
             .to(cache.device)
         )
         ends = [read.end for read in self._reads]
-        self._runs = (
-            _runs(np.searchsorted(ends, np.minimum(as_array, num_keys)), ends)
-            if fixed_shapes
-            else [(0, len(lengths), num_keys)]
-        )
+        if fixed_shapes:
+            self._runs = _runs(np.searchsorted(ends, np.minimum(as_array, num_keys)), ends)
+        else:
+            self._runs = [(0, len(lengths), num_keys)]
         self._scores: torch.Tensor | None = None
 
     def attend(self, place: int, own: Heads) -> torch.Tensor:

@@ -192,11 +192,7 @@ def parse_generate(raw: Any, limits: RequestLimits) -> GenerateRequest:
 
 
 def make_sequence(
-    rid: str,
-    prompt: list[int],
-    params: SamplingParams,
-    limits: RequestLimits,
-    copy: int = 0,
+    rid: str, prompt: list[int], params: SamplingParams, limits: RequestLimits, copy: int = 0
 ) -> Sequence:
     """Make a sequence whose ``max_new_tokens`` fits the context.
 

@@ -194,11 +194,10 @@ class Decoder:
                 experts = observer.experts(number)
                 before = hidden
             normed = self._normalised(hidden, layer.mlp_norm)
-            mlp = (
-                partial(layer.mlp, chosen=chosen, given=experts)
-                if isinstance(layer.mlp, ExpertMLP)
-                else layer.mlp
-            )
+            if isinstance(layer.mlp, ExpertMLP):
+                mlp = partial(layer.mlp, chosen=chosen, given=experts)
+            else:
+                mlp = layer.mlp
             hidden = self._added(partial(mlp, normed), hidden, layer.post_mlp_norm, adapted)
             if observer is not None:
                 observer.saw(f"{number}.mlp norm", normed)

@@ -228,11 +228,10 @@ def _chat_logprobs(job: Job, tokenizer: Any, tokens: slice) -> dict[str, Any]:
         text = tokenizer.decode([token_id])
         return {"token": text, "logprob": value, "bytes": list(text.encode()), "token_id": token_id}
 
-    tops = (
-        sequence.top_logprobs[tokens]
-        if sequence.top_logprobs
-        else [[] for _ in sequence.output_ids[tokens]]
-    )
+    if sequence.top_logprobs:
+        tops = sequence.top_logprobs[tokens]
+    else:
+        tops = [[] for _ in sequence.output_ids[tokens]]
     content = [
         entry(token_id, value)
         | {"top_logprobs": [entry(other, other_value) for other_value, other in row]}

@@ -73,11 +73,9 @@ class StoredForm:
         """Return why a tensor of this dtype cannot be the part ``name``; "" if it can."""
         wanted = self._table[name][0]
         is_scale = name.endswith(SCALE_NAMES) and "float" in dtype
-        return (
-            ""
-            if wanted in ("", dtype) or is_scale
-            else f"{name} is {dtype}, and stored as {wanted}"
-        )
+        if wanted in ("", dtype) or is_scale:
+            return ""
+        return f"{name} is {dtype}, and stored as {wanted}"
 
     def begin(self) -> None:
         """Forget which parts have arrived, before those of another version."""

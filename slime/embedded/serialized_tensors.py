@@ -56,13 +56,9 @@ def read_named_tensors(
         raise WeightError(f"{field_name} must hold base64 text, got {type(payload).__name__}")
     try:
         content = _load(base64.b64decode(payload, validate=True))
-        return (
-            _flat(content)
-            if load_format == "flattened_bucket"
-            else [
-                _pair(item) for item in (content.items() if isinstance(content, dict) else content)
-            ]
-        )
+        if load_format == "flattened_bucket":
+            return _flat(content)
+        return [_pair(item) for item in (content.items() if isinstance(content, dict) else content)]
     except binascii.Error as error:
         raise WeightError(f"{field_name} is not base64: {error}") from error
     except _BROKEN as error:

@@ -127,12 +127,7 @@ def _limit(phases: dict[str, float], steps: list[Step], speed: EngineSpeed) -> s
 
 
 def best_plans(
-    facts: Facts,
-    work: Workload,
-    cost: SequenceCost,
-    rates: Rates,
-    gpus: int,
-    gpu_bytes: float,
+    facts: Facts, work: Workload, cost: SequenceCost, rates: Rates, gpus: int, gpu_bytes: float
 ) -> list[Plan]:
     """Return plans for a number of GPUs, fastest first: colocated and asynchronous ones, for each
     size of an engine, with the fastest trainer layout that fits."""

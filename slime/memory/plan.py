@@ -345,11 +345,10 @@ def gpu_phases(facts: Facts, memory: float) -> Iterator[Phase]:
                 more = _uses("trainer", trainer.scoring())
                 yield Phase(devices, "log-probs", (*states, *more, *idle))
             if trainer.critic is not None:
-                awake = (
-                    [*_uses("critic", trainer.critic.states()), _context(trainer)]
-                    if facts.trainer_sleeps
-                    else states
-                )
+                if facts.trainer_sleeps:
+                    awake = [*_uses("critic", trainer.critic.states()), _context(trainer)]
+                else:
+                    awake = states
                 more = _uses("critic", trainer.critic.training())
                 yield Phase(devices, "critic", (*awake, *more, *idle))
             more = _uses("trainer", trainer.training())
@@ -477,11 +476,10 @@ def _push(
     """Yield the memory of a push: weights on both sides and two buckets. A colocated trainer's
     optimizer states and the KV cache are asleep."""
     if trainer is not None:
-        states = (
-            {"weights": trainer.weights + trainer.adapter_weights}
-            if shared and facts.trainer_sleeps
-            else trainer.states()
-        )
+        if shared and facts.trainer_sleeps:
+            states = {"weights": trainer.weights + trainer.adapter_weights}
+        else:
+            states = trainer.states()
         yield from _uses("trainer", states)
         if not facts.trainer_sleeps:
             yield from _states_of_critic(trainer)

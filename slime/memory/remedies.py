@@ -146,11 +146,9 @@ def _smaller_steps(config: Config, of_one_micro_batch: bool) -> list[str]:
 
 def _recompute(config: Config) -> list[str]:
     found = more_recompute(Recompute.of(config))
-    return (
-        []
-        if found is None
-        else [f"{found[0]}: keep one activation per layer, recompute the rest in the backward pass"]
-    )
+    if found is None:
+        return []
+    return [f"{found[0]}: keep one activation per layer, recompute the rest in the backward pass"]
 
 
 def _smaller_micro_batches(config: Config, lengths: Sequence[int]) -> list[str]:
@@ -228,11 +226,9 @@ def _sharing(config: Config, on_gpu: bool) -> list[str]:
     if not (config.cluster.colocate and on_gpu) or config.debug.debug_train_only:
         return []
     fraction = config.engine.sglang.get("mem_fraction_static")
-    change = (
-        other_fraction(fraction, round(max(0.1, fraction - 0.2), 1))
-        if isinstance(fraction, float)
-        else "--sglang-mem-fraction-static 0.4 (now SGLang's own choice)"
-    )
+    change = "--sglang-mem-fraction-static 0.4 (now SGLang's own choice)"
+    if isinstance(fraction, float):
+        change = other_fraction(fraction, round(max(0.1, fraction - 0.2), 1))
     if config.cluster.offload_rollout:
         return [f"{change}: if the sleeping engines hold more of this GPU than their CUDA contexts"]
     return [f"{OFFLOAD_ROLLOUT}: the engines free their part of this GPU during training", change]

@@ -161,11 +161,7 @@ class TrainerSettings:
 
     @staticmethod
     def of(
-        config: Config,
-        spec: ModelSpec,
-        *,
-        on_gpu: bool,
-        flash4: int = FLASH4_WIDEST_ANYWHERE,
+        config: Config, spec: ModelSpec, *, on_gpu: bool, flash4: int = FLASH4_WIDEST_ANYWHERE
     ) -> TrainerSettings:
         """Read the flags.
 
@@ -567,11 +563,9 @@ class StageMemory:
             for p in self.parameters
             if p.is_expert or (kind == "linears" and p.parameter.rule.is_linear)
         ]
-        size = (
-            float(sum(p.numel for p in chosen if not p.parameter.is_output) * element)
-            if kind
-            else 0.0
-        )
+        size = 0.0
+        if kind:
+            size = float(sum(p.numel for p in chosen if not p.parameter.is_output) * element)
         return {"quantised weights": size} if size else {}
 
     def training(self) -> dict[str, float]:

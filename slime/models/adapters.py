@@ -137,11 +137,7 @@ class AdapterConfig:
 
     @staticmethod
     def for_model(
-        flags: LoraConfig,
-        family: ModelFamily,
-        spec: ModelSpec,
-        *,
-        rank_flag: str = "--lora-rank",
+        flags: LoraConfig, family: ModelFamily, spec: ModelSpec, *, rank_flag: str = "--lora-rank"
     ) -> AdapterConfig:
         """Read the flags for one model.
 

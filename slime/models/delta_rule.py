@@ -170,10 +170,7 @@ def chunked(
     q = _repeated(q, repeats)
     k = _repeated(k, repeats)
     writes = torch.linalg.solve_triangular(
-        b * overlap,
-        torch.cat([b * v, b * kept * k], dim=-1),
-        upper=False,
-        unitriangular=True,
+        b * overlap, torch.cat([b * v, b * kept * k], dim=-1), upper=False, unitriangular=True
     )
     new, known = writes.split([v.size(-1), k.size(-1)], dim=-1)
     q = q * kept

@@ -47,8 +47,5 @@ def _default_kinds(config: dict[str, Any]) -> list[str]:
 
 
 EXAONE4 = ModelFamily(
-    name="exaone4",
-    architectures=("Exaone4ForCausalLM",),
-    rules=POST_NORM_RULES,
-    make_spec=_spec,
+    name="exaone4", architectures=("Exaone4ForCausalLM",), rules=POST_NORM_RULES, make_spec=_spec
 )

@@ -66,11 +66,9 @@ def sequence_cost(family: ModelFamily, hf_config: HfConfig) -> SequenceCost:
         if parameter.rule.is_vision:
             continue
         if is_matrix and (spec.tie_embeddings or not parameter.is_embedding):
-            share = (
-                int(spec.transformer["moe_router_topk"]) / spec.num_experts
-                if parameter.is_expert
-                else 1.0
-            )
+            share = 1.0
+            if parameter.is_expert:
+                share = int(spec.transformer["moe_router_topk"]) / spec.num_experts
             weights += parameter.numel * share
     token_flops = 0.0
     by_window: dict[int | None, float] = {}

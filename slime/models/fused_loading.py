@@ -78,11 +78,9 @@ class LoadGroups:
         """
         module, _, leaf = name.rpartition(".")
         found = self._find(module)
-        return (
-            ()
-            if found is None
-            else tuple(f"{part.format(layer=found[1])}.{leaf}" for part in found[0].parts)
-        )
+        if found is None:
+            return ()
+        return tuple(f"{part.format(layer=found[1])}.{leaf}" for part in found[0].parts)
 
     def fused_module(self, module: str) -> str | None:
         """Return the name of the engine's module that a checkpoint module becomes a part of, or

@@ -37,8 +37,5 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 
 GRANITE = ModelFamily(
-    name="granite",
-    architectures=("GraniteForCausalLM",),
-    rules=DENSE_RULES,
-    make_spec=_spec,
+    name="granite", architectures=("GraniteForCausalLM",), rules=DENSE_RULES, make_spec=_spec
 )

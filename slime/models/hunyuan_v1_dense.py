@@ -19,11 +19,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     config = _with_scaled_base({**_DEFAULTS, **config})
     bias = bool(config.get("attention_bias"))
     return decoder_spec(
-        config,
-        add_qkv_bias=bias,
-        output_bias=bias,
-        qk_layernorm=True,
-        rotates_first=True,
+        config, add_qkv_bias=bias, output_bias=bias, qk_layernorm=True, rotates_first=True
     )
 
 

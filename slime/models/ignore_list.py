@@ -259,11 +259,10 @@ def idle_among(found: Findings, tensors: Iterable[str]) -> tuple[str, ...]:
     Args:
         tensors: names of all tensors of the model.
     """
-    known = (
-        {name for tensor in tensors for name in (tensor, tensor.rpartition(".")[0])}
-        if found.idle
-        else set()
-    )
+    if found.idle:
+        known = {name for tensor in tensors for name in (tensor, tensor.rpartition(".")[0])}
+    else:
+        known = set()
     return tuple(rule for rule in found.idle if not any(map(_matcher(rule), known)))
 
 

@@ -57,10 +57,7 @@ class ImageReader:
     """
 
     def __init__(
-        self,
-        model_path: str | Path,
-        max_pixels: int | None = None,
-        kept_bytes: int = _KEPT_BYTES,
+        self, model_path: str | Path, max_pixels: int | None = None, kept_bytes: int = _KEPT_BYTES
     ) -> None:
         try:
             import PIL.Image  # noqa: F401

@@ -18,8 +18,5 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 
 LLAMA = ModelFamily(
-    name="llama",
-    architectures=("LlamaForCausalLM",),
-    rules=DENSE_RULES,
-    make_spec=_spec,
+    name="llama", architectures=("LlamaForCausalLM",), rules=DENSE_RULES, make_spec=_spec
 )

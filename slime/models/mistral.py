@@ -20,8 +20,5 @@ def mistral_spec(config: dict[str, Any]) -> ModelSpec:
 
 
 MISTRAL = ModelFamily(
-    name="mistral",
-    architectures=("MistralForCausalLM",),
-    rules=DENSE_RULES,
-    make_spec=mistral_spec,
+    name="mistral", architectures=("MistralForCausalLM",), rules=DENSE_RULES, make_spec=mistral_spec
 )

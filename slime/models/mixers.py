@@ -196,12 +196,7 @@ _ATTENTION_RULES = (
 )
 #: The same rules for checkpoints with queries, keys and values in one tensor.
 STACKED_QKV_RULES = tuple(
-    replace(
-        rule,
-        hf=HF_ATTENTION + "qkv_proj.weight",
-        layout=STACKED_QKV,
-        rows="query, key, value",
-    )
+    replace(rule, hf=HF_ATTENTION + "qkv_proj.weight", layout=STACKED_QKV, rows="query, key, value")
     if rule.layout is QKV and rule.columns is not None
     else rule
     for rule in _ATTENTION_RULES
@@ -329,11 +324,7 @@ _QUERY, _KEY, _VALUES, _GATES, _WRITES, _DECAYS = range(6)
 
 
 def _delta(
-    megatron: str,
-    hf: str | tuple[str, ...],
-    layout: Any,
-    rows: Any,
-    columns: Any = None,
+    megatron: str, hf: str | tuple[str, ...], layout: Any, rows: Any, columns: Any = None
 ) -> Rule:
     names = (hf,) if isinstance(hf, str) else hf
     return Rule(

@@ -199,11 +199,9 @@ def _outside_transformer(spec: ModelSpec) -> dict[str, Any]:
 
 def _pattern(freq: Any, described: Mapping[str, Any]) -> list[int]:
     """Return ``moe_layer_freq`` per layer; an integer n is every n-th layer from the first."""
-    return (
-        list(freq)
-        if not isinstance(freq, int)
-        else [int(i % freq == 0) for i in range(described["num_layers"])]
-    )
+    if not isinstance(freq, int):
+        return list(freq)
+    return [int(i % freq == 0) for i in range(described["num_layers"])]
 
 
 def _windows(freq: Any, described: Mapping[str, Any]) -> list[int]:

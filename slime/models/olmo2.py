@@ -32,8 +32,5 @@ def olmo_spec(config: dict[str, Any], **extra: Any) -> ModelSpec:
 
 
 OLMO2 = ModelFamily(
-    name="olmo2",
-    architectures=("Olmo2ForCausalLM",),
-    rules=POST_NORM_RULES,
-    make_spec=_spec,
+    name="olmo2", architectures=("Olmo2ForCausalLM",), rules=POST_NORM_RULES, make_spec=_spec
 )

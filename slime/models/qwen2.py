@@ -20,16 +20,10 @@ def qwen2_spec(config: dict[str, Any], default_base: float = 10000.0) -> ModelSp
     """
     config = {**_DEFAULTS, **config}
     return decoder_spec(
-        config,
-        add_qkv_bias=True,
-        default_rotary_base=default_base,
-        **windows_from_layer(config),
+        config, add_qkv_bias=True, default_rotary_base=default_base, **windows_from_layer(config)
     )
 
 
 QWEN2 = ModelFamily(
-    name="qwen2",
-    architectures=("Qwen2ForCausalLM",),
-    rules=DENSE_RULES,
-    make_spec=qwen2_spec,
+    name="qwen2", architectures=("Qwen2ForCausalLM",), rules=DENSE_RULES, make_spec=qwen2_spec
 )

@@ -17,17 +17,10 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     config = {**_DEFAULTS, **config}
     bias = bool(config.get("attention_bias"))
     return decoder_spec(
-        config,
-        qk_layernorm=True,
-        add_qkv_bias=bias,
-        output_bias=bias,
-        **windows_from_layer(config),
+        config, qk_layernorm=True, add_qkv_bias=bias, output_bias=bias, **windows_from_layer(config)
     )
 
 
 QWEN3 = ModelFamily(
-    name="qwen3",
-    architectures=("Qwen3ForCausalLM",),
-    rules=DENSE_RULES,
-    make_spec=_spec,
+    name="qwen3", architectures=("Qwen3ForCausalLM",), rules=DENSE_RULES, make_spec=_spec
 )

@@ -18,10 +18,7 @@ Repeated = Callable[[ModelSpec], int] | None
 
 
 def _rule(
-    name: str,
-    rows: Size,
-    columns: Size | tuple[Size, ...] | None = None,
-    repeated: Repeated = None,
+    name: str, rows: Size, columns: Size | tuple[Size, ...] | None = None, repeated: Repeated = None
 ) -> Rule:
     return Rule(
         VISION_MODEL + name, _HF + name, REPLICATED, rows, columns, has_vision, repeated=repeated

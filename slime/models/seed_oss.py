@@ -29,8 +29,5 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 
 SEED_OSS = ModelFamily(
-    name="seed_oss",
-    architectures=("SeedOssForCausalLM",),
-    rules=DENSE_RULES,
-    make_spec=_spec,
+    name="seed_oss", architectures=("SeedOssForCausalLM",), rules=DENSE_RULES, make_spec=_spec
 )

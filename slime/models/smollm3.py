@@ -55,8 +55,5 @@ def _rotated_layers(config: dict[str, Any]) -> list[bool]:
 
 
 SMOLLM3 = ModelFamily(
-    name="smollm3",
-    architectures=("SmolLM3ForCausalLM",),
-    rules=DENSE_RULES,
-    make_spec=_spec,
+    name="smollm3", architectures=("SmolLM3ForCausalLM",), rules=DENSE_RULES, make_spec=_spec
 )

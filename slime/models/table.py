@@ -529,10 +529,7 @@ def stacked(rule: Rule) -> Rule:
     if len(rule.hf_names) == 1:
         return replace(rule, hf=HF_MLP + "experts.down_proj")
     return replace(
-        rule,
-        hf=HF_MLP + "experts.gate_up_proj",
-        layout=STACKED_GATE_UP,
-        rows="expert gate and up",
+        rule, hf=HF_MLP + "experts.gate_up_proj", layout=STACKED_GATE_UP, rows="expert gate and up"
     )
 
 

@@ -169,11 +169,9 @@ def _is_flat(rows: Rows, flags: Flags) -> bool:
     newest, earlier = _flat_rows(rows)
     if len(newest) < _FLAT_STEPS:
         return False
-    usual = (
-        statistics.fmean(row["rollout/zero_std/ratio"] for row in earlier[-_BEFORE:])
-        if earlier
-        else 0.5
-    )
+    usual = 0.5
+    if earlier:
+        usual = statistics.fmean(row["rollout/zero_std/ratio"] for row in earlier[-_BEFORE:])
     groups = _samples(newest) / (flags.get("n_samples_per_prompt") or _USUAL_GROUP)
     return min(max(usual, 0.5), 0.99) ** groups <= (_BY_CHANCE if earlier else _BY_CHANCE_AT_FIRST)
 
@@ -267,11 +265,10 @@ def zero_gradient(rows: Rows, flags: Flags) -> Alarm | None:
     steps = 1 if rewarded else _FLAT_STEPS
     if len(norms) < steps or any(row["train/grad_norm"] != 0 for row in norms[-steps:]):
         return None
-    detail = (
-        f"rewards go from {lowest:g} to {highest:g}, and yet "
-        if rewarded
-        else f"in the last {_FLAT_STEPS} steps "
-    )
+    if rewarded:
+        detail = f"rewards go from {lowest:g} to {highest:g}, and yet "
+    else:
+        detail = f"in the last {_FLAT_STEPS} steps "
     fix = (
         "look for one sample per prompt (--n-samples-per-prompt), loss masks of zeros "
         "(trained_tokens in samples/), frozen parameters, rewards that a hook evens out"
@@ -320,9 +317,7 @@ def failing_samples(rows: Rows, flags: Flags) -> Alarm | None:
         f"({sum(counts):.0f} in all)"
     )
     return Alarm(
-        "Samples keep failing",
-        detail,
-        "logs/rollout.log tells why, with the line of your own code",
+        "Samples keep failing", detail, "logs/rollout.log tells why, with the line of your own code"
     )
 
 
@@ -423,11 +418,10 @@ def train_rollout_mismatch(rows: Rows, flags: Flags) -> Alarm | None:
             detail += (
                 f". The engines' weights are quantised, which moves log-probs by {moved[-1]:.3f}"
             )
-            ways = (
-                []
-                if flags.get("fake_quantisation")
-                else ["--fake-quantisation trains with the engines' weights"]
-            )
+            if flags.get("fake_quantisation"):
+                ways = []
+            else:
+                ways = ["--fake-quantisation trains with the engines' weights"]
             ways += [] if flags.get("use_tis") else ["--use-tis corrects"]
             advice = "; ".join([*ways, "slime align says what is left"])
         return Alarm("Trainer and engine disagree", detail, advice)
@@ -472,11 +466,10 @@ def prompts_too_long(rows: Rows, flags: Flags) -> Alarm | None:
         return None
     empty = sum(row.get(_EMPTY) or 0.0 for row in newest)
     last = next(row["step"] for row in reversed(newest) if row[_NO_ROOM])
-    when = (
-        f"in the last {len(newest)} steps (last: step {last})"
-        if len(newest) > 1
-        else f"at step {last}"
-    )
+    if len(newest) > 1:
+        when = f"in the last {len(newest)} steps (last: step {last})"
+    else:
+        when = f"at step {last}"
     detail = (
         f"{when} a prompt, or a conversation of several turns, filled the context {count:.0f} "
         f"times; {empty:.0f} samples without an answer left training"
@@ -572,11 +565,9 @@ def engine_imbalance(rows: Rows, flags: Flags) -> Alarm | None:
         return None
     detail = f"engine {name} had {most / mean:.1f}× the mean load"
     policy = flags.get("router_policy")
-    fix = (
-        "set --router-policy round_robin"
-        if policy != "round_robin"
-        else "leave --router-policy out"
-    )
+    fix = "leave --router-policy out"
+    if policy != "round_robin":
+        fix = "set --router-policy round_robin"
     return Alarm("The engines are not loaded evenly", detail, fix)
 
 

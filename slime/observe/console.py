@@ -367,11 +367,9 @@ class ConsoleSink:
         if columns and "perf/step_time" in metrics:
             seconds = metrics["perf/step_time"]
             name, longest = next(iter(self._times.items()))
-            share = (
-                f", {100 * longest / seconds:.0f} % {phase_word(name)}"
-                if name != "other" and seconds
-                else ""
-            )
+            share = ""
+            if name != "other" and seconds:
+                share = f", {100 * longest / seconds:.0f} % {phase_word(name)}"
             parts.append(duration(seconds) + share)
         return "  ".join(filter(None, [*parts, self._eta_text() if columns else ""]))
 

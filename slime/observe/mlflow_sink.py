@@ -52,11 +52,10 @@ class MlflowSink:
         try:
             self._client = MlflowClient(tracking_uri=uri)
             found = self._client.get_experiment_by_name(observe.mlflow_experiment)
-            experiment = (
-                found.experiment_id
-                if found is not None
-                else self._client.create_experiment(observe.mlflow_experiment)
-            )
+            if found is not None:
+                experiment = found.experiment_id
+            else:
+                experiment = self._client.create_experiment(observe.mlflow_experiment)
             self._id = kept(run, "mlflow-id", "new")
             if self._id == "new":
                 made = self._client.create_run(experiment, run_name=shown_name(run))

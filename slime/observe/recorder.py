@@ -156,11 +156,10 @@ def token_record(sample: Sample, texts: TokenTexts) -> dict[str, Any] | None:
     if not sample.response_length:
         return None
     log_probs = sample.rollout_log_probs
-    rounded = (
-        [round(float(value), 3) if math.isfinite(value) else None for value in log_probs]
-        if log_probs
-        else None
-    )
+    if log_probs:
+        rounded = [round(float(value), 3) if math.isfinite(value) else None for value in log_probs]
+    else:
+        rounded = None
     return {"text": texts.of(sample.tokens[-sample.response_length :]), "log_probs": rounded}
 
 

@@ -106,11 +106,7 @@ def _names_process(event: dict[str, Any]) -> bool:
 
 
 def _moved(
-    event: dict[str, Any],
-    name: str,
-    order: int,
-    shift: float,
-    numbers: dict[tuple[str, Any], int],
+    event: dict[str, Any], name: str, order: int, shift: float, numbers: dict[tuple[str, Any], int]
 ) -> dict[str, Any]:
     """Move an event to the common clock. Process ids and flow ids become unique among all traces,
     and process names get the label of their trace."""

@@ -106,11 +106,9 @@ def _timelines(run: Path, stage: Stage) -> dict[str, Any]:
     there = traced_steps(run, stage)
     kept = spread(there, _MAX_TIMELINES)
     timelines = {step: timeline_of(run, stage, step) for step in kept}
-    note = (
-        f"This file contains the timelines of {len(kept)} of {len(there)} steps."
-        if len(kept) < len(there)
-        else ""
-    )
+    note = ""
+    if len(kept) < len(there):
+        note = f"This file contains the timelines of {len(kept)} of {len(there)} steps."
     return {"steps": kept, "timelines": timelines, "note": note}
 
 

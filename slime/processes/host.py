@@ -298,11 +298,10 @@ def reserve_port(host: str = "0.0.0.0", port: int | None = None) -> PortReservat
             lock.close()
             continue
         return PortReservation(number, lock)
-    sought = (
-        f"between {_FIRST_PORT} and {_LAST_PORT} in {_PORT_TRIES} tries"
-        if port is None
-        else f"at {port}"
-    )
+    if port is None:
+        sought = f"between {_FIRST_PORT} and {_LAST_PORT} in {_PORT_TRIES} tries"
+    else:
+        sought = f"at {port}"
     raise UserError(
         f"no free port of this host {sought}",
         fix="end what holds them: ss -ltnp lists the listening processes",

@@ -109,11 +109,9 @@ def stack_of_thread(thread: int) -> str:
         thread: its `threading.Thread.ident`.
     """
     frame = sys._current_frames().get(thread)
-    return (
-        lines_of_users([frame for frame, _ in traceback.walk_stack(frame)][::-1])
-        if frame is not None
-        else ""
-    )
+    if frame is not None:
+        return lines_of_users([frame for frame, _ in traceback.walk_stack(frame)][::-1])
+    return ""
 
 
 def lines_of_users(frames: list[FrameType]) -> str:

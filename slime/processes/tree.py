@@ -136,10 +136,7 @@ def hold(owner: int, command: Sequence[str], last_command: Sequence[str]) -> int
         status = _watch(owner, inner, _GRACE_SECONDS + _LOOK_SECONDS / 2)
         if os.getppid() != owner:
             subprocess.run(
-                last_command,
-                stdin=subprocess.DEVNULL,
-                timeout=_LAST_COMMAND_SECONDS,
-                check=False,
+                last_command, stdin=subprocess.DEVNULL, timeout=_LAST_COMMAND_SECONDS, check=False
             )
         return status
     adopt_orphans()  # a fork does not inherit this

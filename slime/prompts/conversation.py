@@ -929,10 +929,7 @@ def _json(
 ) -> Any:
     try:
         found = json.loads(
-            text,
-            parse_constant=_not_json,
-            parse_float=_finite,
-            object_pairs_hook=pairs_hook,
+            text, parse_constant=_not_json, parse_float=_finite, object_pairs_hook=pairs_hook
         )
         if "\\ud" in text.lower():
             json.dumps(found, ensure_ascii=False).encode()  # half a character cannot be written

@@ -193,8 +193,7 @@ class DynamicSampler:
             self.result.data_seconds += time.monotonic() - started
             if not isinstance(groups, list):
                 raise FunctionFailed(
-                    f"{self._source_name} gave {a_type(groups)}",
-                    fix="return list[group][Sample]",
+                    f"{self._source_name} gave {a_type(groups)}", fix="return list[group][Sample]"
                 )
         except FunctionFailed as error:
             self._note_failed_draw(error)

@@ -173,11 +173,7 @@ class Journal:
         return 0
 
     def restore(
-        self,
-        rollout_id: int,
-        drawn: list[Sample],
-        key: int,
-        versions: VersionWindow = ANY_VERSION,
+        self, rollout_id: int, drawn: list[Sample], key: int, versions: VersionWindow = ANY_VERSION
     ) -> tuple[list[Sample], bool]:
         """Return the journal's state of a drawn group, or ``drawn`` if it has none.
 

@@ -117,8 +117,7 @@ def train(
         settings["custom_rm_path" if "." in reward or ":" in reward else "rm_type"] = reward
     elif reward is not None:
         raise UserError(
-            f"reward is {a_type(reward)}",
-            fix="pass a function, or the name of a built-in reward",
+            f"reward is {a_type(reward)}", fix="pass a function, or the name of a built-in reward"
         )
     if {"num_rollout", "num_epoch"}.isdisjoint(flags):
         settings["num_epoch"] = 1

@@ -877,8 +877,7 @@ def check_slots(config: Config) -> None:
     raise UserError(
         f"this run needs {plan.total} {'GPUs' if gpus else 'process slots (CPUs)'}, {here}",
         why=plan.formula,
-        fix="lower --actor-num-gpus-per-node or --rollout-num-gpus, pass --colocate to share "
-        "them, "
+        fix="lower --actor-num-gpus-per-node or --rollout-num-gpus, pass --colocate to share them, "
         + ("leave --critic-num-gpus-per-node out, " if plan.num_critic else "")
         + "or join a Ray cluster with --ray-address",
     )

@@ -107,9 +107,8 @@ def _check_list(given: list[Any], before: list[Any], origin: str, is_ordered: bo
     raise FunctionFailed(
         f"{origin} changed {what} of a list of samples that it was given",
         why="its results refer to the original list; removed entries would still be trained on",
-        fix="work on a copy, sorted(samples); to drop a group, use "
-        "--dynamic-sampling-filter-path; to keep a sample out of the loss, set its "
-        "remove_sample",
+        fix="work on a copy, sorted(samples); to drop a group, use --dynamic-sampling-filter-path; "
+        "to keep a sample out of the loss, set its remove_sample",
     )
 
 

@@ -53,8 +53,7 @@ def extended_mask(
 
     if kept is not None and len(kept) != count:
         raise UserError(
-            f"{count} tokens were appended with the sampling masks of {len(kept)}",
-            fix=_APPEND_ALL,
+            f"{count} tokens were appended with the sampling masks of {len(kept)}", fix=_APPEND_ALL
         )
     if offsets is None:
         ids = np.zeros(0, dtype=np.int32)

@@ -79,10 +79,7 @@ def _sft_loss(
 
 
 def _preference_loss(
-    scores: TokenScores | TokenValues,
-    inputs: LossInputs,
-    config: Config,
-    functions: UserFunctions,
+    scores: TokenScores | TokenValues, inputs: LossInputs, config: Config, functions: UserFunctions
 ) -> tuple[Tensor, Metrics]:
     """Return loss and metrics; metrics of answers are means over the chosen or the rejected ones,
     others over pairs."""

@@ -189,11 +189,10 @@ def out_of_memory(error: BaseException, phase: str, memory: PhaseMemory) -> OutO
     where = "GPU memory" if fills_gpu else "host memory"
     lengths = largest.lengths if largest is not None else []
     whole = largest is not None and largest.whole_step
-    ways = (
-        host_remedies(memory.config)
-        if on_gpu and not fills_gpu
-        else remedies(memory.config, phase, lengths, whole_step=whole, on_gpu=on_gpu)
-    )
+    if on_gpu and not fills_gpu:
+        ways = host_remedies(memory.config)
+    else:
+        ways = remedies(memory.config, phase, lengths, whole_step=whole, on_gpu=on_gpu)
     if memory.of_critic:
         ways = [critic_flags(way) for way in ways]
     return OutOfMemory(

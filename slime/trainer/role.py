@@ -63,11 +63,7 @@ def roles_of(config: Config) -> dict[str, Role]:
     if config.algorithm.needs_reference:
         held.append(
             Role(
-                name=REFERENCE,
-                loss=None,
-                is_pushed=False,
-                is_saved=True,
-                source=resolve_reference,
+                name=REFERENCE, loss=None, is_pushed=False, is_saved=True, source=resolve_reference
             )
         )
     if config.algorithm.needs_critic and not config.critic.has_own_gpus:

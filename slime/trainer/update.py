@@ -265,11 +265,10 @@ class RolloutUpdate:
         data = self.data
         ranks = self.rank.ranks
         step = batch.steps[step_id]
-        preferences = (
-            preference_step(policy, batch, data, step)
-            if policy is not None and policy.config.algorithm.preference is not None
-            else None
-        )
+        if policy is not None and policy.config.algorithm.preference is not None:
+            preferences = preference_step(policy, batch, data, step)
+        else:
+            preferences = None
         prefix = "train/critic-" if policy is None else "train/"
         phase = "critic_forward_backward" if policy is None else "forward_backward"
         with self.memory.phase(phase):

@@ -92,11 +92,10 @@ def load_function(path: str) -> Any:
         return _saved_function(path, Path(module_path))
     _check_file(path, module_path, name)
     try:
-        target = (
-            _module_of_file(module_path)
-            if module_path.endswith(".py")
-            else importlib.import_module(module_path)
-        )
+        if module_path.endswith(".py"):
+            target = _module_of_file(module_path)
+        else:
+            target = importlib.import_module(module_path)
     except (Exception, SystemExit) as error:  # user code may raise anything on import
         outer, _, leaf = module_path.rpartition(".")
         found_outer = sys.modules.get(outer)
@@ -106,11 +105,10 @@ def load_function(path: str) -> Any:
         target = found_outer
         name = f"{leaf}.{name}"  # a method: module.Class.method
     for part in name.split("."):
-        found = (
-            vars(target).get(part, _MISSING)
-            if inspect.ismodule(target)
-            else getattr(target, part, _MISSING)
-        )
+        if inspect.ismodule(target):
+            found = vars(target).get(part, _MISSING)
+        else:
+            found = getattr(target, part, _MISSING)
         if found is _MISSING and inspect.ismodule(target):
             found = getattr(target, part, _MISSING)  # a lazy attribute (module __getattr__)
         if found is _MISSING:
@@ -152,11 +150,10 @@ def fingerprint(values: Any, functions: Iterable[str]) -> str:
     files: list[bytes] = []
     for path in functions:
         if (file := file_of(path)) is not None:
-            imported = (
-                sorted(_imported_files(load_function(path)) - {file})
-                if file.suffix == ".py"
-                else []
-            )
+            if file.suffix == ".py":
+                imported = sorted(_imported_files(load_function(path)) - {file})
+            else:
+                imported = []
             files += [one.read_bytes() for one in (file, *imported)]
     return xxhash.xxh3_128_hexdigest(
         b"\0".join([orjson.dumps(values, option=orjson.OPT_SORT_KEYS), *files])
@@ -266,11 +263,10 @@ def _import_error(path: str, module_path: str, error: BaseException) -> UserErro
         if "importlib" not in frame.filename and frame.filename != __file__
     ]
     where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    command = (
-        f"python {module_path}"
-        if module_path.endswith(".py")
-        else f'python -c "import {module_path}"'
-    )
+    if module_path.endswith(".py"):
+        command = f"python {module_path}"
+    else:
+        command = f'python -c "import {module_path}"'
     return UserError(
         f"'{path}' cannot be loaded: importing {module_path} failed",
         why=f"{name_and_text(error)}{where}",
@@ -405,11 +401,9 @@ def accepted(fn: Any, optional: dict[str, Any]) -> dict[str, Any]:
         {'evaluation': True}
     """
     names = _accepted_keywords(fn)
-    return (
-        optional
-        if names is None
-        else {key: value for key, value in optional.items() if key in names}
-    )
+    if names is None:
+        return optional
+    return {key: value for key, value in optional.items() if key in names}
 
 
 def is_async(fn: Any) -> bool:
@@ -517,11 +511,9 @@ def user_frames(error: BaseException) -> str:
 def where_to_mend(error: BaseException) -> str:
     """Return the text of ``fix`` for an error with `with_user_frames`; there may be no line of the
     user's."""
-    return (
-        "mend it at the line below"
-        if user_frames(error)
-        else f"see which arguments it is called with: {doc_url('hooks.md')}"
-    )
+    if user_frames(error):
+        return "mend it at the line below"
+    return f"see which arguments it is called with: {doc_url('hooks.md')}"
 
 
 def with_user_frames(failure: AnyUserError, error: BaseException) -> AnyUserError:

@@ -317,11 +317,10 @@ class AdapterSync(EngineSync):
         for name, tensor in tensors:
             if flat is None:
                 # on the trainer's device, for one copy to the host instead of hundreds
-                flat = (
-                    host.buffer
-                    if not tensor.is_cuda
-                    else torch.zeros_like(host.buffer, device=tensor.device)
-                )
+                if not tensor.is_cuda:
+                    flat = host.buffer
+                else:
+                    flat = torch.zeros_like(host.buffer, device=tensor.device)
                 views = dict(unpack(flat, entries))
             shapes[name] = tuple(tensor.shape)
             # others are reported below, after all have been gathered

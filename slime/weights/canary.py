@@ -296,12 +296,7 @@ class Canary:
         return max(rounding, _TIMES_ROUNDED * self._rounding_error)
 
     def _error(
-        self,
-        event: str,
-        engine: int,
-        difference: Difference,
-        numbers: str,
-        num_wrong: int,
+        self, event: str, engine: int, difference: Difference, numbers: str, num_wrong: int
     ) -> UserError:
         at_first = difference.first > self._tolerance
         kind = "largest" if self._in_float32 else "mean"

@@ -251,9 +251,8 @@ class QuantisedSource:
             yield from self._source.tensors()
             return
         self.zeros = []
-        has_values: dict[
-            str, torch.Tensor
-        ] = {}  # read at the end, because reading synchronises with the GPU
+        # read at the end, because reading synchronises with the GPU
+        has_values: dict[str, torch.Tensor] = {}
         for name, tensor in self._source.tensors():
             if tensor.dim() > 1:
                 has_values[name] = tensor.flatten(-2).any(-1).all()
@@ -297,25 +296,17 @@ class QuantisedSource:
         }
 
 
-def iter_hf_tensors(
-    model_chunks: Sequence[nn.Module], hf_config: HfConfig, *, model_name: str | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the model's weights as Hugging Face tensors, see `ModelSource`. Collective."""
-    return ModelSource(model_chunks, hf_config, model_name=model_name).tensors()
-
-
 def save_hf(
     model_chunks: Sequence[nn.Module],
     hf_config: HfConfig,
     directory: str | Path,
     *,
     assets_from: str | Path,
-    dtype: torch.dtype | None = None,
     model_name: str | None = None,
 ) -> Path:
     """Write the whole model as a Hugging Face directory; see `write_hf`. Collective."""
     source = ModelSource(model_chunks, hf_config, model_name=model_name)
-    return write_hf(source, directory, assets_from=assets_from, dtype=dtype)
+    return write_hf(source, directory, assets_from=assets_from)
 
 
 def save_reward_model(
@@ -393,7 +384,6 @@ def write_hf(
     directory: str | Path,
     *,
     assets_from: str | Path,
-    dtype: torch.dtype | None = None,
     config_changes: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write plain weights as a Hugging Face directory (sharded safetensors, index, config,
@@ -403,7 +393,6 @@ def write_hf(
 
     Args:
         assets_from: Hugging Face directory with the config and tokenizer files to copy.
-        dtype: of the floating-point weights; the model's own when None.
         config_changes: as of `HfWriter`.
     Raises:
         UserError: on rank 0: ``directory`` is ``assets_from``, or cannot be written; no partial one
@@ -418,7 +407,7 @@ def write_hf(
             has_weights = any(Path(assets_from).glob("*.safetensors"))  # else only a config
             start = HfReader(assets_from) if has_weights else None
             for name, tensor in tensors:
-                target = dtype_in(dtype, name, tensor.dtype)
+                target = tensor.dtype
                 if start is not None and name.endswith(_DTYPES_OF_START) and name in start.names():
                     target = dtype_of(start.dtype_of(name))
                 writer.add(name, tensor.to(target))

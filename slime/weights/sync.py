@@ -147,11 +147,7 @@ class WeightSync(EngineSync):
     """
 
     def __init__(
-        self,
-        config: Config,
-        model_chunks: Sequence[nn.Module],
-        hf_config: HfConfig,
-        **options: int,
+        self, config: Config, model_chunks: Sequence[nn.Module], hf_config: HfConfig, **options: int
     ) -> None:
         super().__init__(config, hf_config, **options)
         self._model_chunks = model_chunks

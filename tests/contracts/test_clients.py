@@ -98,11 +98,10 @@ def read_usage(usage: dict[str, Any]) -> None:
 def read_completion(body: dict[str, Any], answer: Answer) -> None:
     """`openai.types.Completion` and its chunks."""
     events = read_events(answer.raw) if body.get("stream") else [answer.json]
-    prompts = (
-        body["prompt"]
-        if isinstance(body["prompt"], list) and isinstance(body["prompt"][0], str)
-        else [None]
-    )
+    if isinstance(body["prompt"], list) and isinstance(body["prompt"][0], str):
+        prompts = body["prompt"]
+    else:
+        prompts = [None]
     assert {event["object"] for event in events} == {"text_completion"} and all(
         event["id"] for event in events
     )

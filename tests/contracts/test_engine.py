@@ -470,11 +470,10 @@ def test_answers_cut_by_a_push_go_on_with_exactly_the_new_weights(
 @pytest.mark.parametrize("kind", ["name", "shape", "segment"])
 def test_a_wrong_push_fails_by_name_and_changes_nothing(engine: Server, kind: str) -> None:
     before = engine.ok("/weights_checker", {"action": "fingerprint"})["fingerprints"]
-    name, size = (
-        ("model.norm.weights", 48)
-        if kind == "name"
-        else ("model.norm.weight", 47 if kind == "shape" else 48)
-    )
+    if kind == "name":
+        name, size = ("model.norm.weights", 48)
+    else:
+        name, size = ("model.norm.weight", 47 if kind == "shape" else 48)
     segment = Segment(4096)
     try:
         tables = [

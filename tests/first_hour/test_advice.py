@@ -176,8 +176,7 @@ RUN += ["--n-samples-per-prompt", "4"]
 
 
 @pytest.mark.parametrize(
-    ("given", "fix"),
-    [("dpo", "choose one of: grpo, dr_grpo, "), ("cipso", "did you mean cispo?")],
+    ("given", "fix"), [("dpo", "choose one of: grpo, dr_grpo, "), ("cipso", "did you mean cispo?")]
 )
 def test_a_choice_that_there_is_not(given: str, fix: str) -> None:
     """Another algorithm is no spelling of ours, however short their names."""

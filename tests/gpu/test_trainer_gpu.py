@@ -216,10 +216,7 @@ def test_sinks_by_a_kernel_equal_their_definition() -> None:
     grad = torch.randn(total, heads, width, device="cuda")
     ends = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
     sequences = PackedSequences(
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        max_seqlen_q=max(LENGTHS),
-        max_seqlen_kv=max(LENGTHS),
+        cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=max(LENGTHS), max_seqlen_kv=max(LENGTHS)
     )
     place = torch.arange(total, device="cuda")
     sample = torch.repeat_interleave(torch.tensor(LENGTHS)).cuda()

@@ -33,10 +33,7 @@ def begin(world: World, start_held: StartHeld, hold: Path) -> Start:
     (hold / "daemons").touch()
 
     def start_driver(
-        name: str,
-        *flags: object,
-        script: str = "train.py",
-        streams: tuple[int, int] | None = None,
+        name: str, *flags: object, script: str = "train.py", streams: tuple[int, int] | None = None
     ) -> Driver:
         words = world.resumable(name, "--custom-rm-path", "tests.support.hold.reward", *flags)
         return start_held(words, world.outputs / name, script, streams)

@@ -132,10 +132,7 @@ class Fork(preloaded.ForkedProcess):
 
 
 def fork_or_start(
-    argv: Sequence[str],
-    stdio: tuple[int, int, int],
-    env: Mapping[str, str],
-    cwd: str | Path = ".",
+    argv: Sequence[str], stdio: tuple[int, int, int], env: Mapping[str, str], cwd: str | Path = "."
 ) -> Fork | subprocess.Popen[bytes]:
     """A `Fork`, or where that is refused a new process; either leads a session of its own."""
     env = {**env, **_ENVIRONMENT}

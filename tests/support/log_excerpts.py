@@ -500,12 +500,7 @@ EXCERPTS = (
         "[rank2]:[E1123 20:27:21.433063423 ProcessGroupNCCL.cpp:684] [Rank 2] Some NCCL operations "
         "have failed or timed out. Due to the asynchronous nature of CUDA kernels, ...\n",
     ),
-    Excerpt(
-        "ray-gone",
-        "",
-        "launching: RaySystemError: System error: Broken pipe",
-        "RunFailed",
-    ),
+    Excerpt("ray-gone", "", "launching: RaySystemError: System error: Broken pipe", "RunFailed"),
     Excerpt("ray-gone", "", "Ray does not start on this host\n  why: AF_UNIX path too long"),
     Excerpt("ray-gone", "", "no Ray cluster answers at 10.0.0.3:6379\n  why: timed out"),
     Excerpt("placement", "", "this run needs 16 GPUs, the Ray cluster has 8\n  fix: --colocate"),

@@ -112,11 +112,11 @@ def everything(directory: Path, scratch: Path) -> dict[str, torch.Tensor]:
 
 
 def exported(backend: Any) -> dict[str, torch.Tensor]:
-    from slime.weights.source import iter_hf_tensors
+    from slime.weights.source import ModelSource
 
     return {
         name: tensor.clone()
-        for name, tensor in iter_hf_tensors(backend.model_chunks, backend.hf_config)
+        for name, tensor in ModelSource(backend.model_chunks, backend.hf_config).tensors()
     }
 
 

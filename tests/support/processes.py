@@ -304,9 +304,8 @@ def start(
         streams: descriptors of stdout and stderr instead.
         prefix: start of the command line, which runs the rest elsewhere.
     """
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # of a shell's background job; the driver would inherit it
+    # of a shell's background job; the driver would inherit it
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # of nohup
         signal.signal(signal.SIGHUP, signal.SIG_DFL)

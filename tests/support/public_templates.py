@@ -59,11 +59,10 @@ def public_templates() -> dict[str, str]:
 
 def tokenizer_of(template: str) -> Any:
     """A tokenizer of bytes that knows the template's special tokens."""
-    eos = (
-        "<EOS>"
-        if "eos_token" in template
-        else next((end for end in _ENDS if end in template), "<EOS>")
-    )
+    if "eos_token" in template:
+        eos = "<EOS>"
+    else:
+        eos = next((end for end in _ENDS if end in template), "<EOS>")
     names = {
         name
         for name in _SPECIAL.findall(template)

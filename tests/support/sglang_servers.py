@@ -89,9 +89,7 @@ def process_of(
     spec.env.update(fake_environment(calls, OMP_NUM_THREADS="1", **env))
     url = f"http://127.0.0.1:{port}"
     return FakeSGLang(
-        url,
-        _Forked(f"engine-{place.number}", spec, url, folder / f"{place.number}.log"),
-        calls,
+        url, _Forked(f"engine-{place.number}", spec, url, folder / f"{place.number}.log"), calls
     )
 
 

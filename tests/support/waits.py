@@ -144,11 +144,10 @@ class _Walk:
             return "its group"
         if any(isinstance(n, ast.Attribute) and n.attr == "LOCK_NB" for n in ast.walk(call)):
             return "at once"
-        given = (
-            _looks_at_the_clock(at.loop)
-            if _name(call) == "sleep" and at.loop is not None
-            else _given(call)
-        )
+        if _name(call) == "sleep" and at.loop is not None:
+            given = _looks_at_the_clock(at.loop)
+        else:
+            given = _given(call)
         given += at.within
         if any(isinstance(e, ast.Constant) and e.value == 0 for e in given):
             return "at once"

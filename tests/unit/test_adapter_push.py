@@ -330,12 +330,7 @@ def in_runs(tensors: dict[str, torch.Tensor], length: int) -> dict[str, torch.Te
     st.data(),
 )
 def test_runs_of_experts_are_sent_as_single_ones(
-    family: str,
-    experts: str,
-    by_topk: bool,
-    length: int,
-    dtype: torch.dtype,
-    data: st.DataObject,
+    family: str, experts: str, by_topk: bool, length: int, dtype: torch.dtype, data: st.DataObject
 ) -> None:
     model = Model(family, lora_rank=8, lora_experts=experts, lora_rank_by_topk=by_topk)
     layout = model.layout

@@ -215,8 +215,7 @@ def test_gradients_of_micro_batches_are_not_rounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"),
-    [("qwen3_moe", {"fp32": False, "bf16": True}), ("mistral", {"fp32": True})],
+    ("family", "dtype"), [("qwen3_moe", {"fp32": False, "bf16": True}), ("mistral", {"fp32": True})]
 )
 def test_at_first_the_policy_is_its_base_to_the_bit(
     family: str, dtype: dict[str, bool], tmp_path: Path

@@ -596,11 +596,7 @@ def test_what_cannot_be_compared_is_refused(
     ],
 )
 def test_the_folder_of_a_round_stays_only_where_its_logs_are_needed(
-    failure: Exception,
-    status: int,
-    is_kept: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    failure: Exception, status: int, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(config: Config, folder: Path) -> list[Scored]:
         (folder / "rollout").mkdir()

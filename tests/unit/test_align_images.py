@@ -130,8 +130,7 @@ def test_an_engine_that_reads_one_row_of_positions(
         answers = case.engine.score(case.samples, together=False)
     said = {sample.name: answer for sample, answer in zip(case.samples, answers)}
     wrong = with_engine(
-        case,
-        lambda sample: torch.tensor(said[sample.name][-sample.response_length :]).double(),
+        case, lambda sample: torch.tensor(said[sample.name][-sample.response_length :]).double()
     )
     assert first(examine(wrong)) == "rows and columns of images have the position in time"
     (details,) = {tried.details for tried in VISION_CAUSE[0].measure(wrong)}

@@ -164,11 +164,10 @@ def test_tests_share_through_their_support_alone() -> None:
             if not isinstance(node, (ast.Import, ast.ImportFrom)):
                 continue
             place = f"{path.relative_to(ROOT)}:{node.lineno}"
-            modules = (
-                [alias.name for alias in node.names]
-                if isinstance(node, ast.Import)
-                else [node.module or ""]
-            )
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            else:
+                modules = [node.module or ""]
             found += [
                 f"{place} imports {module}" for module in modules if set(module.split(".")) & names
             ]

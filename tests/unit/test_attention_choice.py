@@ -38,9 +38,7 @@ class FastNorm(RMSNorm):
 
 def norm(kind: type = RMSNorm) -> torch.nn.Module:
     config = SimpleNamespace(
-        params_dtype=torch.float32,
-        sequence_parallel=False,
-        layernorm_zero_centered_gamma=False,
+        params_dtype=torch.float32, sequence_parallel=False, layernorm_zero_centered_gamma=False
     )
     return kind(config, 4) if issubclass(kind, RMSNorm) else kind()
 

@@ -225,11 +225,10 @@ _VALUE = st.text("ABCDEFGHJKLMNPQRSTUVWXYZ23456789", min_size=8, max_size=40)
 @given(_NAME, _BETWEEN, _VALUE)
 def test_what_is_called_a_secret_is_hidden(name: str, between: str, value: str) -> None:
     quote = between[-1] if between[-1] in "'\"" else ""
-    text = (
-        f'{{"{name}{between}{value}{quote} and more'
-        if between.startswith('"')
-        else f"{name}{between}{value}{quote} and"
-    )
+    if between.startswith('"'):
+        text = f'{{"{name}{between}{value}{quote} and more'
+    else:
+        text = f"{name}{between}{value}{quote} and"
     assert value not in redact_text(text)
 
 

@@ -65,9 +65,8 @@ class Killer:
             fsync(descriptor)
 
         def counted_write(file: Any, data: Any) -> int:
-            if (
-                self.armed and ("write", self.count["write"] + 1) == self.at
-            ):  # a part of it reaches the file
+            # a part of it reaches the file
+            if self.armed and ("write", self.count["write"] + 1) == self.at:
                 view = memoryview(data).cast("B")
                 write(file, view[: self.random.randint(0, len(view))])
                 file.flush()

@@ -590,9 +590,8 @@ def test_real_router_sends_requests_where_fewer_tokens_are_under_power_of_two() 
                 async with EngineClient(url) as api:
                     await wait_healthy(api)
                 await register_workers(url, [a.url, b.url], timeout=20, policy="power_of_two")
-                while (
-                    min(a.num_load_reports, b.num_load_reports) < 2
-                ):  # the first ones have been taken in
+                # the first ones have been taken in
+                while min(a.num_load_reports, b.num_load_reports) < 2:
                     await asyncio.sleep(0.05)
                 async with RolloutClient(url, max_concurrency=8) as client:
                     for i in range(12):

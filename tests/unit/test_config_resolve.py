@@ -159,11 +159,10 @@ def test_the_equation_holds_for_whatever_is_accepted(
         "num_steps_per_rollout": steps,
     }
     if batch is not None and steps is not None:
-        possible = (
-            (batch * steps) % samples == 0
-            if prompts is None
-            else prompts * samples == batch * steps
-        )
+        if prompts is None:
+            possible = (batch * steps) % samples == 0
+        else:
+            possible = prompts * samples == batch * steps
     else:
         # of a missing rollout_batch_size there is always a fitting one, except with a batch alone
         total = prompts * samples if prompts is not None else (batch or samples) * (steps or 1)

@@ -92,12 +92,7 @@ def batches_for(data_parallel: int) -> list[TrainBatch]:
 
 @pytest.mark.parametrize(("size", "data_parallel", "layout"), LAYOUTS)
 def test_any_layout_trains_the_critic_of_one_process(
-    size: int,
-    data_parallel: int,
-    layout: dict[str, Any],
-    ranks: Pools,
-    model: Path,
-    deep: Path,
+    size: int, data_parallel: int, layout: dict[str, Any], ranks: Pools, model: Path, deep: Path
 ) -> None:
     flags = {"hf_checkpoint": str(deep if VIRTUAL.items() <= layout.items() else model)}
     [alone] = ranks.once(1, critic_job, flags, batches_for(1))

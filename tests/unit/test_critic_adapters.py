@@ -164,8 +164,7 @@ def _in_peft(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"),
-    [("qwen3", {"fp32": True}), ("qwen3_moe", {"fp32": False, "bf16": True})],
+    ("family", "dtype"), [("qwen3", {"fp32": True}), ("qwen3_moe", {"fp32": False, "bf16": True})]
 )
 def test_at_first_a_critic_with_adapters_is_the_one_without(
     family: str, dtype: dict[str, Any], tmp_path: Path

@@ -596,9 +596,7 @@ def nan_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> Any:
     return backend.failed_step
 
 
-def test_a_critic_of_another_layout_on_the_same_ranks_keeps_its_step_with_nan(
-    ranks: Pools,
-) -> None:
+def test_a_critic_of_another_layout_on_the_same_ranks_keeps_its_step_with_nan(ranks: Pools) -> None:
     flags = {**TP2, **of_critic(0, {})}
     found = ranks.run(2, nan_job, flags, batches_for(2))
     assert [part.rank for part in found] == [0, 1]

@@ -325,12 +325,6 @@ def test_training_alone_needs_something_to_train_on() -> None:
     assert parse_args([*flags, "--prompt-data=p", "--loss-type=sft_loss"]).debug.debug_train_only
 
 
-def test_details_have_a_folder_each() -> None:
-    debug = make_config(dump_details="d").debug
-    assert debug.save_debug_rollout_data == "d/rollout_data/{rollout_id}.pt"
-    assert debug.save_debug_train_data == "d/train_data/{rollout_id}.pt"
-
-
 def test_dumps_that_are_missing_are_named_before_anything_starts(tmp_path: Path) -> None:
     pattern = str(tmp_path / "data_{rollout_id:04d}.pt")
     for rollout_id in (3, 4, 5):

@@ -69,11 +69,9 @@ class Models:
 
     @staticmethod
     def _shape(family: str) -> dict[str, Any]:
-        return (
-            {"vocab_size": 97, "moe_intermediate_size": 48}
-            if "moe" in family
-            else {"vocab_size": 97}
-        )
+        if "moe" in family:
+            return {"vocab_size": 97, "moe_intermediate_size": 48}
+        return {"vocab_size": 97}
 
 
 @pytest.fixture(scope="module")
@@ -165,8 +163,7 @@ def test_experts_alone(models: Models) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "kind", "chosen"),
-    [("qwen3", "fp8", "linears"), ("qwen3_moe", "int4", "linears")],
+    ("family", "kind", "chosen"), [("qwen3", "fp8", "linears"), ("qwen3_moe", "int4", "linears")]
 )
 def test_gradients_go_straight_through(models: Models, family: str, kind: str, chosen: str) -> None:
     """They are those of the plain forward pass at the quantised weights, to the bit, and move the

@@ -60,11 +60,9 @@ class Handle:
 
     def kill(self, how: str) -> Future[Any]:
         self.world.log.append(f"out {self.name[-1]}")
-        pid = (
-            self.world.dead[self.name].pid
-            if self.name == "router" and self.name in self.world.dead
-            else 4711
-        )
+        pid = 4711
+        if self.name == "router" and self.name in self.world.dead:
+            pid = self.world.dead[self.name].pid
         return done(ServerExit(how, "last words", "", pid=pid))
 
     def begin_start(self, model_path: str, meeting: None) -> Future[Any]:

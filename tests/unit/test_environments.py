@@ -297,11 +297,9 @@ async def ask(base_url: str, text: str) -> str:
         aiohttp.ClientSession(headers={"Authorization": "Bearer EMPTY"}) as session,
         session.post(f"{base_url}/chat/completions", json=body) as answer,
     ):
-        return (
-            str((await answer.json())["choices"][0]["message"]["content"])
-            if answer.status == 200
-            else ""
-        )
+        if answer.status == 200:
+            return str((await answer.json())["choices"][0]["message"]["content"])
+        return ""
 
 
 def trace_of(reward: float) -> Any:

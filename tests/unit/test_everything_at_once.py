@@ -112,9 +112,8 @@ REWARD = {
 def test_all_mistakes_are_told_by_both_and_alike(
     names: set[str], original: World, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    if (
-        "reward" in names
-    ):  # needs rows, and is not tried where a generate function makes the samples
+    # needs rows, and is not tried where a generate function makes the samples
+    if "reward" in names:
         names -= {"data", "hook"}
     folder = tmp_path_factory.mktemp("world")
     world = World(Path(shutil.copytree(original.inputs, folder / "inputs")), folder / "outputs")

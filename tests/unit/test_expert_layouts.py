@@ -16,7 +16,7 @@ from slime.checkpoints.hf_io import load_hf
 from slime.engines.kinds import engine_kind
 from slime.errors import UserError
 from slime.models import family_of
-from slime.weights.source import iter_hf_tensors
+from slime.weights.source import ModelSource
 from tests.support import tiny_models
 from tests.support.embedded_models import make_scheduler
 from tests.support.hf_configs import config_of
@@ -72,7 +72,7 @@ def test_other_layouts_fill_the_trainer_alike(
     directory = write(tmp_path / "m", config, other)
     model = MegatronStub(family, spec, random_hf(family, spec, 1))
     load_hf([model], directory)
-    exported = dict(iter_hf_tensors([model], config))
+    exported = dict(ModelSource([model], config).tensors())
     assert exported.keys() == tensors.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in tensors.items())
     reader = HfReader(directory)

@@ -290,7 +290,7 @@ def test_experts_moved_and_their_load_is_logged(ranks: Pools, shallow: Path) -> 
 
 def export_job(info: Any, model: Path, flags: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
     from slime.checkpoints.megatron_names import Placement, global_parameters
-    from slime.weights.source import iter_hf_tensors
+    from slime.weights.source import ModelSource
 
     config = trainer_config(
         hf_checkpoint=str(model), actor_num_gpus_per_node=info.world_size, **flags
@@ -302,7 +302,9 @@ def export_job(info: Any, model: Path, flags: dict[str, Any]) -> tuple[dict[str,
         for n, _ in global_parameters(backend.model_chunks, EXPERTS, Placement.current())
         if ".experts." in n
     ]
-    tensors = {n: t.clone() for n, t in iter_hf_tensors(backend.model_chunks, backend.hf_config)}
+    tensors = {
+        n: t.clone() for n, t in ModelSource(backend.model_chunks, backend.hf_config).tensors()
+    }
     return tensors, len(mine)
 
 
@@ -322,7 +324,7 @@ def checkpoint_job(
 ) -> dict[str, Tensor]:
     """Load or start fresh; one step with the same gradients everywhere; save; the weights after a
     further one."""
-    from slime.weights.source import iter_hf_tensors
+    from slime.weights.source import ModelSource
 
     where = {"load": str(root)} if load else {"save": str(root)}
     config = trainer_config(
@@ -342,7 +344,7 @@ def checkpoint_job(
         step(1)
         backend.save(3)
     step(2)
-    return {n: t.clone() for n, t in iter_hf_tensors(backend.model_chunks, backend.hf_config)}
+    return {n: t.clone() for n, t in ModelSource(backend.model_chunks, backend.hf_config).tensors()}
 
 
 def test_checkpoint_of_one_expert_layout_loads_at_others(
@@ -563,7 +565,7 @@ def freeze_job(info: Any, model: Path) -> tuple[dict[str, Tensor], list[str]]:
     """Weights after a step with frozen experts, and the names of the gradients that are found not
     to be finite."""
     from slime.trainer.megatron.optimizer import nonfinite_gradients
-    from slime.weights.source import iter_hf_tensors
+    from slime.weights.source import ModelSource
 
     settings = {"hf_checkpoint": str(model), "freeze_params_name_list": [r"layers.1.mlp.experts"]}
     backend = MegatronBackend(trainer_config(**settings), info)
@@ -573,7 +575,9 @@ def freeze_job(info: Any, model: Path) -> tuple[dict[str, Tensor], list[str]]:
         if parameter.dim() == 3 and parameter.requires_grad:
             parameter.main_grad[3] = float("nan")
     bad = [name for name, _, _ in nonfinite_gradients(backend.model_chunks)]
-    return {n: t.clone() for n, t in iter_hf_tensors(backend.model_chunks, backend.hf_config)}, bad
+    return {
+        n: t.clone() for n, t in ModelSource(backend.model_chunks, backend.hf_config).tensors()
+    }, bad
 
 
 def test_frozen_experts_stay_and_bad_gradients_of_others_are_named(

@@ -483,16 +483,10 @@ def test_a_push_that_fails_of_a_newcomer_is_repeated_without_it(make_run: MakeRu
     run = make_run()
     run.table.mark_joined("http://ext:1", 1)
     run.table.rejoin()
-    with (
-        pytest.raises(UserError, match="shapes differ"),
-        run.external.drop_newcomers_on_failure(),
-    ):
+    with pytest.raises(UserError, match="shapes differ"), run.external.drop_newcomers_on_failure():
         raise UserError("shapes differ")
     assert run.table.num_lost == 1 and len(run.table.policy) == 2
-    with (
-        pytest.raises(UserError, match="shapes differ"),
-        run.external.drop_newcomers_on_failure(),
-    ):
+    with pytest.raises(UserError, match="shapes differ"), run.external.drop_newcomers_on_failure():
         raise UserError("shapes differ")
     assert run.table.num_lost == 1, "then it is nobody's fault, and the push is not repeated"
 

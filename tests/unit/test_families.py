@@ -36,8 +36,7 @@ from tests.support.trainers import gradients, trainer
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["llama", "qwen3", *OTHER_FAMILIES, *WITH_IMAGES, "mistral, window", "qwen2, window"],
+    "kind", ["llama", "qwen3", *OTHER_FAMILIES, *WITH_IMAGES, "mistral, window", "qwen2, window"]
 )
 def test_log_probs_equal_transformers_and_weights_come_back(kind: str, tmp_path: Path) -> None:
     model = save_tiny(kind, tmp_path / "hf")

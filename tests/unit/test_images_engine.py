@@ -69,10 +69,7 @@ def test_log_probs_are_those_of_transformers(
     model = save_seeing(directory, kind)
     reader = ImageReader(directory)
     scheduler = make_scheduler(
-        directory,
-        sees_images=True,
-        prefill_tokens=prefill_tokens,
-        deterministic=deterministic,
+        directory, sees_images=True, prefill_tokens=prefill_tokens, deterministic=deterministic
     )
     made = [
         sequence_of(

@@ -56,10 +56,7 @@ def test_a_trained_tower_and_an_overlapped_reduction_exclude_each_other() -> Non
     with pytest.raises(UserError, match="--overlap-grad-reduce and a trained vision tower"):
         make_config(**IMAGES, overlap_grad_reduce=True)
     make_config(
-        **IMAGES,
-        overlap_grad_reduce=True,
-        freeze_vision_tower=True,
-        freeze_vision_projector=True,
+        **IMAGES, overlap_grad_reduce=True, freeze_vision_tower=True, freeze_vision_projector=True
     )
 
 

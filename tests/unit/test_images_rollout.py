@@ -292,10 +292,7 @@ def agent_play(
     shown: Sequence[str] = ("portrait", "square"),
 ) -> Play:
     found = Play(
-        lines,
-        images=prompts,
-        media_folder=str(folder / "media"),
-        args={"images_per_sample": 4},
+        lines, images=prompts, media_folder=str(folder / "media"), args={"images_per_sample": 4}
     )
     found.model.tokenizer = found.state.tokenizer = tokenizer
 

@@ -113,9 +113,7 @@ def test_a_node_that_does_not_join_ends_the_job(
     assert not any(call.startswith("slime [train]") for call in calls)
 
 
-def test_the_nodes_that_have_joined_are_counted_by_ray(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_nodes_that_have_joined_are_counted_by_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     program = shlex.split(launch._all_joined(2))[2]
     monkeypatch.setattr("ray.init", lambda **_: None)
     monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True}, {"Alive": False}])

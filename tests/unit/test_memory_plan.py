@@ -493,9 +493,7 @@ def test_offloaded_states_are_in_host_memory(folders: dict[str, Path]) -> None:
     assert owned(half.peak, "trainer")["optimizer moments"] == moments / 2
 
 
-def test_host_memory_of_a_whole_mixture_of_experts_is_as_measured(
-    folders: dict[str, Path],
-) -> None:
+def test_host_memory_of_a_whole_mixture_of_experts_is_as_measured(folders: dict[str, Path]) -> None:
     """On four H200, 2026-11-28: 377.4 GB were in use at the end of the first step."""
     flags: dict[str, Any] = {
         "colocate": True,

@@ -87,18 +87,16 @@ def test_every_weight_is_converted_and_comes_back(family: str, kind: str, tmp_pa
     assert chosen and originals.keys() == restored.keys()
     expected: dict[str, torch.Tensor] = {}
     for name, tensor in originals.items():
-        parts = (
-            quantise(name.removesuffix(".weight"), tensor, quantisation.scheme)
-            if name in chosen
-            else {name: tensor}
-        )
+        if name in chosen:
+            parts = quantise(name.removesuffix(".weight"), tensor, quantisation.scheme)
+        else:
+            parts = {name: tensor}
         expected |= parts
         module = name.removesuffix(".weight")
-        wanted = (
-            dequantise(module, parts, quantisation.scheme, torch.bfloat16)
-            if name in chosen
-            else tensor
-        )
+        if name in chosen:
+            wanted = dequantise(module, parts, quantisation.scheme, torch.bfloat16)
+        else:
+            wanted = tensor
         assert same_bits(restored[name], wanted), name
     assert stored.keys() == expected.keys() and all(
         same_bits(stored[name], expected[name]) for name in expected
@@ -485,11 +483,10 @@ def test_fp8_of_compressed_tensors_is_read_with_the_list_that_it_is_published_wi
     assert restored.keys() == originals.keys()
     for name, tensor in restored.items():
         module = name.removesuffix(".weight")
-        wanted = (
-            dequantise(module, stored, scheme, torch.bfloat16)
-            if name in linears
-            else originals[name]
-        )
+        if name in linears:
+            wanted = dequantise(module, stored, scheme, torch.bfloat16)
+        else:
+            wanted = originals[name]
         assert same_bits(tensor, wanted), name
     assert not same_bits(
         restored["model.layers.1.self_attn.q_proj.weight"],

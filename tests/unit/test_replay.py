@@ -283,7 +283,7 @@ _ROUTER = "model.layers.2.mlp.gate.weight"
 
 def replay_job(info: Any, flags: dict[str, Any], batch: TrainBatch) -> dict[str, Any]:
     """Gradients, and weights after two steps; passes through `MegatronBackend.train` alone."""
-    from slime.weights.source import iter_hf_tensors
+    from slime.weights.source import ModelSource
 
     backend = MegatronBackend(
         trainer_config(**LOSS, **flags, actor_num_gpus_per_node=info.world_size), info
@@ -293,7 +293,7 @@ def replay_job(info: Any, flags: dict[str, Any], batch: TrainBatch) -> dict[str,
     def named() -> dict[str, Tensor]:
         return {
             name: tensor.clone()
-            for name, tensor in iter_hf_tensors(backend.model_chunks, backend.hf_config)
+            for name, tensor in ModelSource(backend.model_chunks, backend.hf_config).tensors()
         }
 
     backend.log_probs(batch)  # records

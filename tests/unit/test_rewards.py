@@ -664,11 +664,9 @@ def with_server(answers: list[Any], use: Any) -> Any:
             answer = answers[min(len(requests), len(answers)) - 1]
             if answer == "hang":
                 await asyncio.sleep(3600)
-            return (
-                web.Response(status=answer)
-                if isinstance(answer, int)
-                else web.Response(text=answer)
-            )
+            if isinstance(answer, int):
+                return web.Response(status=answer)
+            return web.Response(text=answer)
 
         app = web.Application()
         app.router.add_post("/", handle)
@@ -835,11 +833,7 @@ TOOLS = "{% if tools %}{{ tools[0]['function']['name'] }}{% endif %}"
 @pytest.mark.parametrize("response", ["", " ", "yes", "a</think>b</think>c"])
 @pytest.mark.parametrize("turns", [1, 3])
 def test_a_reward_model_of_another_vocabulary_scores_whatever_the_policy_says(
-    template: str | None,
-    response: str,
-    turns: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    template: str | None, response: str, turns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = make_tokenizer(template)
 

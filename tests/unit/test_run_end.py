@@ -82,9 +82,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         trainers = Trainers(root, settles)
         monkeypatch.setattr(module, "Cluster", lambda *_, **__: trainers)
         monkeypatch.setattr(
-            module,
-            "preflight",
-            lambda config: LoadPlan(kind="hf", path=root, note=""),
+            module, "preflight", lambda config: LoadPlan(kind="hf", path=root, note="")
         )
         monkeypatch.setattr(module, "check_memory", lambda config: None)
         monkeypatch.setattr(module, "setup_logging", lambda *_, **__: None)

@@ -573,8 +573,7 @@ def test_a_label_may_be_messages(prompt: Any, label: Any) -> None:
 
 
 REMINDS = CHATML.replace(
-    "m['content'] +",
-    "m['content'] + (' BE BRIEF' if loop.last and m['role'] == 'user' else '') +",
+    "m['content'] +", "m['content'] + (' BE BRIEF' if loop.last and m['role'] == 'user' else '') +"
 )
 MISTRAL = (  # no generation prompt, and the system message before the last question
     "{{ bos_token }}{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}[INST] "

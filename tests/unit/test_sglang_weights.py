@@ -160,9 +160,8 @@ def test_stages_push_to_engines_of_one_and_two_ranks(
     flags = {"pipeline_model_parallel_size": 2, "check_weight_update_equal": True}
     first, last = ranks.run(2, stage_jobs.push_twice, model_dir, flags, engines)
     names = set(load_file(model_dir / "model.safetensors"))
-    for receipt in first[
-        "receipts"
-    ]:  # compared slice by slice in the engines' processes, the two ranks' apart
+    # compared slice by slice in the engines' processes, the two ranks' apart
+    for receipt in first["receipts"]:
         assert (
             receipt.transport == "gloo broadcast" and receipt.full and set(receipt.checked) == names
         )

@@ -137,12 +137,7 @@ def test_swanlab_goes_on_under_one_id_and_gets_no_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = Calls()
-    put(
-        monkeypatch,
-        "swanlab",
-        init=tracker_of(calls, "swanlab"),
-        Settings=lambda **given: given,
-    )
+    put(monkeypatch, "swanlab", init=tracker_of(calls, "swanlab"), Settings=lambda **given: given)
     config = config_of(
         tmp_path, use_swanlab=True, swanlab_mode="offline", train_env_vars={"HF_TOKEN": SECRET}
     )

@@ -33,7 +33,7 @@ MICRO_BATCHES = [[0, 1], [2, 3], [4], [5]]
 def train_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> dict[str, Tensor]:
     """The weights after two steps, as Hugging Face tensors."""
     from slime.trainer.megatron.backend import MegatronBackend
-    from slime.weights.source import iter_hf_tensors
+    from slime.weights.source import ModelSource
 
     backend = MegatronBackend(
         trainer_config(**flags, actor_num_gpus_per_node=info.world_size), info
@@ -43,7 +43,7 @@ def train_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> di
         backend.train(batches[backend.data_parallel_rank])
     return {
         name: tensor.clone()
-        for name, tensor in iter_hf_tensors(backend.model_chunks, backend.hf_config)
+        for name, tensor in ModelSource(backend.model_chunks, backend.hf_config).tensors()
     }
 
 

@@ -314,9 +314,8 @@ def test_clipped_adam_step_equals_the_formula(backend: MegatronBackend) -> None:
     metrics = backend.train(make_batch())
     assert metrics["train/grad_norm"] > 1e-3
     named = dict(backend.model_chunks[0].named_parameters())
-    norm = torch.stack(
-        [p.main_grad.norm() for p in named.values()]
-    ).norm()  # clipped in place or not
+    # clipped in place or not
+    norm = torch.stack([p.main_grad.norm() for p in named.values()]).norm()
     for (name, parameter), old in zip(named.items(), before, strict=True):
         gradient = parameter.main_grad * (1e-3 / norm)
         decay = 0.1 if old.dim() > 1 else 0.0

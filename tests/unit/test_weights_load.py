@@ -19,7 +19,7 @@ from slime.errors import UserError
 from slime.models import family_of
 from slime.models.layouts import Shard
 from slime.models.quantised import Fp8, Quantisation
-from slime.weights.source import ModelSource, QuantisedSource, iter_hf_tensors, save_hf
+from slime.weights.source import ModelSource, QuantisedSource
 from tests.support.hf_configs import config_of
 from tests.support.megatron_stub import MegatronStub, random_hf
 
@@ -53,7 +53,7 @@ def test_the_report(tmp_path: Path) -> None:
         "model.safetensors": len(parameters)
     }
     assert report.ignored == tuple(extra) and "1 tensors are not used" in str(report)
-    exported = dict(iter_hf_tensors([model], config))
+    exported = dict(ModelSource([model], config).tensors())
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in exported.items())
     layers = [int(found[1]) for name in exported if (found := re.search(r"layers\.(\d+)\.", name))]
     assert layers == sorted(layers) and len(set(layers)) > 1
@@ -107,7 +107,9 @@ def test_the_files_dtype_is_cast_to_the_models(tmp_path: Path) -> None:
     config, tensors, model = model_of("qwen3")
     half = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
     load_hf([model], write(tmp_path / "m", config, half))
-    assert all(torch.equal(t, half[name].float()) for name, t in iter_hf_tensors([model], config))
+    assert all(
+        torch.equal(t, half[name].float()) for name, t in ModelSource([model], config).tensors()
+    )
 
 
 def test_a_parameter_that_the_table_does_not_know(tmp_path: Path) -> None:
@@ -124,18 +126,6 @@ def test_a_tensor_that_no_parameter_takes(tmp_path: Path) -> None:
     _, _, without_norms = model_of("llama")
     with pytest.raises(UserError, match=r"4 tensors of .* were taken by no parameter(.|\n)*k_norm"):
         load_hf([without_norms], write(tmp_path / "m", config, tensors))
-
-
-def test_export_in_another_dtype(tmp_path: Path) -> None:
-    config, tensors, model = model_of("llama")
-    source = write(tmp_path / "m", config, tensors)
-    save_hf([model], source, tmp_path / "out", assets_from=source, dtype=torch.bfloat16)
-    _, _, other = model_of("llama", seed=3)
-    load_hf([other], tmp_path / "out")
-    assert all(
-        torch.equal(t, tensors[n].to(torch.bfloat16).float())
-        for n, t in iter_hf_tensors([other], config)
-    )
 
 
 def test_matrices_of_zeros_are_named_one_expert_of_a_run_is_enough() -> None:

@@ -206,8 +206,7 @@ def test_engines_that_cannot_be_pushed_to_are_named(
 ) -> None:
     engines[1].abilities = SGLANG
     with pytest.raises(
-        UserError,
-        match=f"{engines[0].url} is embedded and engine {engines[1].url} is SGLang",
+        UserError, match=f"{engines[0].url} is embedded and engine {engines[1].url} is SGLang"
     ):
         connected(engines)
     engines[1].abilities = engines[0].abilities

@@ -275,11 +275,9 @@ def text(result: Result) -> str:
         f"{count}: trainer and engine differ by {differences.mean:.3g} on average, "
         f"{differences.largest:.3g} at most"
     ]
-    rounding = (
-        f"rounding to 16 bits makes {case.rounding:.3g}"
-        if case.rounding
-        else "for both compute in float32"
-    )
+    rounding = "for both compute in float32"
+    if case.rounding:
+        rounding = f"rounding to 16 bits makes {case.rounding:.3g}"
     lines.append(f"up to {case.tolerance:.3g} on average they are alike ({rounding})")
     if case.from_reference:
         lines.append(

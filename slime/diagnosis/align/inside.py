@@ -27,11 +27,10 @@ def position(case: Discrepancy) -> Iterator[Tried]:
     """Test whether one side uses other positions or rotary frequencies."""
     spec = case.model().arch.spec
     growth = case.differences.growth()
-    seen = (
-        ()
-        if growth is None
-        else (f"the last quarter of positions differs {growth:.1f} times as much as the first",)
-    )
+    if growth is None:
+        seen = ()
+    else:
+        seen = (f"the last quarter of positions differs {growth:.1f} times as much as the first",)
     moves: dict[str, Callable[[int, int], Tensor]] = {
         "positions of the response are 1 too high": lambda prompt, length: _moved(
             prompt, length, 1
@@ -182,11 +181,7 @@ def routing(case: Discrepancy) -> Iterator[Tried]:
             continue
         watcher = Watcher()
         model.hidden(
-            sample.tokens,
-            sample.prompt_length,
-            model.setting,
-            watcher=watcher,
-            media=sample.media,
+            sample.tokens, sample.prompt_length, model.setting, watcher=watcher, media=sample.media
         )
         mine = torch.stack(watcher.chosen, dim=1).cpu().sort(-1).values
         layers = [layer for layer, has in enumerate(model.arch.experts.in_layer) if has]

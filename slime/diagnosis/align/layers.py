@@ -70,11 +70,10 @@ class PartByPart:
             ]
         line = f"part by part: {named(part)} is the first that differs, by {self.apart[part]:.1%}"
         if self.side:
-            mine, other = (
-                (self.engine, self.trainer)
-                if self.side == "engine"
-                else (self.trainer, self.engine)
-            )
+            if self.side == "engine":
+                mine, other = (self.engine, self.trainer)
+            else:
+                mine, other = (self.trainer, self.engine)
             who = "trainer" if self.side == "engine" else "engine"
             line += (
                 f"; the {self.side} is {mine[part]:.1e} from the reference, the {who} "

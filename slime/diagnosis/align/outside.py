@@ -70,11 +70,9 @@ def shift(case: Discrepancy) -> Iterator[Tried]:
     whole = case.differences.values
     at_fault: Side = ""
     if case.from_reference:
-        at_fault = (
-            "engine"
-            if case.from_reference["engine"] > case.from_reference["trainer"]
-            else "trainer"
-        )
+        at_fault = "trainer"
+        if case.from_reference["engine"] > case.from_reference["trainer"]:
+            at_fault = "engine"
     for by in _SHIFTS:
         shifted = [_shifted(sample.engine, by) for sample in case.samples]
         # hypothesis: the trainer's log-prob of a token is the engine's of a neighbour

@@ -319,20 +319,15 @@ def _compare_parts(config: Config, case: Discrepancy, result: Result) -> None:
         except UserError as error:
             result.without_parts = f"the trainer's model cannot be built in this process: {error}"
             return
-        engine = (
-            case.engine
-            if isinstance(case.engine, EngineHere)
-            else _engine_here(config, model.directory, [sample], model.images)
-        )
+        if isinstance(case.engine, EngineHere):
+            engine = case.engine
+        else:
+            engine = _engine_here(config, model.directory, [sample], model.images)
         shown = {}
         for name, setting in {"exact": model.setting, "rounded": model.as_the_run()}.items():
             watcher = Watcher(keeps=True)
             model.hidden(
-                sample.tokens,
-                sample.prompt_length,
-                setting,
-                watcher=watcher,
-                media=sample.media,
+                sample.tokens, sample.prompt_length, setting, watcher=watcher, media=sample.media
             )
             shown[name] = watcher.seen
         sides = [trainer.parts(sample), engine.parts(sample), shown["exact"]]

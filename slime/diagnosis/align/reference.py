@@ -143,12 +143,7 @@ class Reference:
         self.arch = Architecture.from_dir(directory, sees_images=images is not None)
         longest = self.arch.spec.max_position_embeddings
         self.store: WeightStore = make_store(
-            directory,
-            self.arch,
-            "float32",
-            torch.device(device),
-            longest,
-            False,
+            directory, self.arch, "float32", torch.device(device), longest, False
         )
         for linear in self.store.linears:
             linear.packs = False  # products then use F.linear, where `_Rounding` sees them

@@ -129,11 +129,9 @@ def quantised_route(
     found = _OTHER_VERSION if known is None else known.get(form, _UNTRIED)
     what = f"--hf-checkpoint has quantised weights ({form}, quant_method {quantisation.method})"
     if not isinstance(found, QuantisedRoute):
-        tried = (
-            f"quantise it as {', '.join(known)} (slime convert hf-to-int4, hf-to-fp8), or "
-            if known
-            else ""
-        )
+        tried = ""
+        if known:
+            tried = f"quantise it as {', '.join(known)} (slime convert hf-to-int4, hf-to-fp8), or "
         raise UserError(
             f"{what}, which cannot be pushed to SGLang {version}", why=found, fix=tried + _OTHERWISE
         )

@@ -41,11 +41,9 @@ def check_version(version: str | None) -> str:
     if version_of(oldest) <= number <= version_of(newest):
         return version
     older = number < version_of(oldest)
-    missing = (
-        "pausing with a mode, flat buckets and weight checksums"
-        if older
-        else "nothing newer has been compared with this system"
-    )
+    missing = "nothing newer has been compared with this system"
+    if older:
+        missing = "pausing with a mode, flat buckets and weight checksums"
     raise UserError(
         f"SGLang {version} is not supported: {oldest} to {newest} are",
         why=f"{missing}; SGLang {oldest} is the first that has it" if older else missing,

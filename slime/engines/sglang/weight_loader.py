@@ -73,9 +73,8 @@ class StackedExperts:
             return False
         module = self._tree.modules[run.owner]
         kind = type(module), run.projection, run.leaf, tuple(held.target.shape[1:])
-        if (
-            held.first == held.stop
-        ):  # this rank holds none of these experts, if the layout is as expected
+        # this rank holds none of these experts, if the layout is as expected
+        if held.first == held.stop:
             return self._is_plain.get(kind, False)
         if kind not in self._is_plain:
             self._is_plain[kind] = self._lies_plainly(run, held, sent)

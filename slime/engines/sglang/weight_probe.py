@@ -318,11 +318,10 @@ class Tree:
             return None
         begin = sum(sizes[:part]) // unit
         size = sizes[part] // unit
-        rank = (
-            _tp_rank(module, "kv_tp_group") // module.num_kv_head_replicas
-            if part
-            else _tp_rank(module)
-        )
+        if part:
+            rank = _tp_rank(module, "kv_tp_group") // module.num_kv_head_replicas
+        else:
+            rank = _tp_rank(module)
         tensor = self.parameters[parameter][begin : begin + size]
         return Held(tensor, 0, rank * size, (rank + 1) * size, parameter)
 

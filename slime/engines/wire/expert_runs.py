@@ -103,11 +103,9 @@ def first_of(megatron_name: str) -> tuple[str, int | None]:
         ('decoder.layers.0.mlp.experts.linear_fc1.weight8', 15)
     """
     found = _MEGATRON_RUN.fullmatch(megatron_name)
-    return (
-        (megatron_name, None)
-        if found is None
-        else (found["stem"] + found["first"], int(found["last"]))
-    )
+    if found is None:
+        return (megatron_name, None)
+    return (found["stem"] + found["first"], int(found["last"]))
 
 
 def run_name(expert_name: str, last: int) -> str:

@@ -157,11 +157,9 @@ def remove_stale(directory: Path = SHM_DIR) -> list[str]:
 
 def _no_room(directory: Path, nbytes: int, error: OSError) -> UserError:
     room = os.statvfs(directory) if directory.is_dir() else None
-    free = (
-        f"{room.f_bavail * room.f_frsize / 1e6:,.0f} MB are free"
-        if room
-        else "there is no such directory"
-    )
+    free = "there is no such directory"
+    if room:
+        free = f"{room.f_bavail * room.f_frsize / 1e6:,.0f} MB are free"
     return UserError(
         f"cannot reserve {nbytes / 1e6:,.0f} MB of shared memory in {directory} for the weight "
         "update",

@@ -138,9 +138,7 @@ def _fraction_of(sign: str) -> str:
 
 def _overlined(text: str) -> str:
     return re.sub(
-        r"((?:\d[̅̄])+)",
-        lambda found: r"\overline{" + re.sub("[̅̄]", "", found[0]) + "}",
-        text,
+        r"((?:\d[̅̄])+)", lambda found: r"\overline{" + re.sub("[̅̄]", "", found[0]) + "}", text
     )
 
 

@@ -165,11 +165,7 @@ class LinearAdapter(LowRankAdapter):
     """The adapter of a column- or row-parallel layer, including the output layer."""
 
     def __init__(
-        self,
-        layer: AdaptedLayer,
-        spread: Tensor,
-        weight: Tensor,
-        config: TransformerConfig,
+        self, layer: AdaptedLayer, spread: Tensor, weight: Tensor, config: TransformerConfig
     ) -> None:
         rows, columns = weight.shape
         ranks = sum(layer.present) * layer.rank
@@ -228,13 +224,7 @@ class LinearAdapter(LowRankAdapter):
             return down | _sharded(f"{prefix}up", self.up, offsets, None, whole)
         down = _sharded(f"{prefix}down", self.down, offsets, None, whole)
         return down | _sharded(
-            f"{prefix}up",
-            self.up,
-            offsets,
-            place,
-            cut,
-            self.halves,
-            is_padded=self.of_vocabulary,
+            f"{prefix}up", self.up, offsets, place, cut, self.halves, is_padded=self.of_vocabulary
         )
 
 
@@ -367,11 +357,7 @@ class ExpertAdapter(LowRankAdapter):
     """The adapters of one projection of all local experts."""
 
     def __init__(
-        self,
-        layer: AdaptedLayer,
-        spread: Tensor,
-        base: StackedLinear,
-        config: TransformerConfig,
+        self, layer: AdaptedLayer, spread: Tensor, base: StackedLinear, config: TransformerConfig
     ) -> None:
         experts, rows, columns = base.weight.shape
         down = (sum(layer.present) * layer.rank, columns)

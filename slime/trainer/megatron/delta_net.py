@@ -60,9 +60,7 @@ class DeltaNetParts:
 def delta_net_spec(spec: ModelSpec) -> ModuleSpec:
     """Return the spec that replaces self-attention in the layers with a gated delta net."""
     return ModuleSpec(
-        module=PackedGatedDeltaNet,
-        params={"sizes": spec.delta_net},
-        submodules=DeltaNetParts(),
+        module=PackedGatedDeltaNet, params={"sizes": spec.delta_net}, submodules=DeltaNetParts()
     )
 
 

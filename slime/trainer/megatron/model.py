@@ -102,10 +102,7 @@ class PolicyModel(GPTModel):
         place = torch.device(torch.cuda.current_device())
         self.angles: dict[RotaryKind, RotaryAngles] = {
             kind: RotaryAngles(
-                *layer_frequencies(spec, kind),
-                place,
-                config.params_dtype,
-                frequency_axes(spec),
+                *layer_frequencies(spec, kind), place, config.params_dtype, frequency_axes(spec)
             )
             for kind in spec.rotary_kinds
         }

@@ -115,11 +115,9 @@ class Router(TopKRouter):
             balance=torch.zeros((), device=where),
             z=torch.zeros((), device=where),
         )
-        self.balance_type = (
-            str(self.routing_type)
-            if self.get_aux_loss_coeff(str(self.routing_type)) > 0
-            else "none"
-        )
+        self.balance_type = "none"
+        if self.get_aux_loss_coeff(str(self.routing_type)) > 0:
+            self.balance_type = str(self.routing_type)
 
     def forward(self, hidden: Tensor, routing: Routing | None = None) -> tuple[Tensor, Tensor]:
         """hidden [n, H] → (weights float32 [n, k], experts int64 [n, k]); n is the number of tokens

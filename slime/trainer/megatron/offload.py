@@ -231,11 +231,9 @@ def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer
 
 def megatron_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Return the chained optimizers; Megatron has one for dense and one for expert parameters."""
-    return (
-        list(optimizer.chained_optimizers)
-        if isinstance(optimizer, ChainedOptimizer)
-        else [optimizer]
-    )
+    if isinstance(optimizer, ChainedOptimizer):
+        return list(optimizer.chained_optimizers)
+    return [optimizer]
 
 
 # -- other weights for the same model --------------------------------------------------------------

@@ -192,9 +192,7 @@ class DataParallel(DistributedDataParallel):
 
 
 def wrap_data_parallel(
-    chunks: Sequence[GPTModel],
-    config: Config,
-    finalize: Callable[..., None] = finalize_model_grads,
+    chunks: Sequence[GPTModel], config: Config, finalize: Callable[..., None] = finalize_model_grads
 ) -> list[DataParallel]:
     """Wrap the chunks with gradient buffers (default: float32) and data-parallel reduction.
 

@@ -594,10 +594,7 @@ def _lay_out(
 
 
 def _families(
-    prompts: list[Tensor],
-    responses: list[int],
-    pair_cost: float | None,
-    media: SampleMedia | None,
+    prompts: list[Tensor], responses: list[int], pair_cost: float | None, media: SampleMedia | None
 ) -> list[list[int]]:
     """Group the samples that share one computation of their prompt, including images; with
     ``pair_cost`` None each sample is its own group."""

@@ -76,9 +76,7 @@ class TrainerProcess:
         check_layout(self.spec, config)
         if self.spec.vision is not None:
             self.images = ImageReader(
-                config.checkpoint.model_dir,
-                config.images.image_max_pixels,
-                _KEPT_IMAGES,
+                config.checkpoint.model_dir, config.images.image_max_pixels, _KEPT_IMAGES
             )
         self.ranks = parallel.initialise(self.rank_info, config, virtual_stages(self.spec, config))
         self._call_hook("custom_megatron_init_path", config.train.custom_megatron_init_path)

@@ -163,11 +163,10 @@ def specified_layers(
     wanted = get_num_layers_to_build(config, vp_stage)
     if isinstance(found, ModuleSpec):
         layers = found.submodules
-        found = (
-            layers
-            if isinstance(layers, TransformerBlockSubmodules)
-            else TransformerBlockSubmodules(layer_specs=[found] * wanted)
-        )
+        if isinstance(layers, TransformerBlockSubmodules):
+            found = layers
+        else:
+            found = TransformerBlockSubmodules(layer_specs=[found] * wanted)
     if not isinstance(found, TransformerBlockSubmodules):
         raise UserError(
             f"--spec {' '.join(spec)} gave {a_type(found)}",
