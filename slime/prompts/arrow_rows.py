@@ -7,6 +7,7 @@ import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,14 +32,17 @@ class TableRows:
     def __init__(self, table: Any, name: str, part: slice) -> None:
         self._name = name
         self._positions = range(len(table))[part]
-        self._table = table if part == slice(None) else table.select(self._positions)
+        table = table if part == slice(None) else table.select(self._positions)
+        self._table = table.with_format("arrow")
+        self._features = type(table.features)(_without_media(dict(table.features)))
         self._converts = _conversions(table.data.schema)
 
     def __len__(self) -> int:
         return len(self._table)
 
     def __getitem__(self, position: int) -> dict[str, Any]:
-        return _converted(self._table[position], self._converts)
+        [row] = self._table[position].to_pylist()
+        return _converted(self._features.decode_example(row), self._converts)
 
     def where(self, position: int) -> str:
         return f"{self._name} row {self._positions[position]}"
@@ -129,6 +133,18 @@ def loading(path: str) -> Iterator[None]:
             "data set"
         )
         raise UserError(f"the data set '{path}' cannot be read", why=why, fix=fix) from error
+
+
+def _without_media(feature: Any) -> Any:
+    """Return features of `datasets` that leave images and other media as the file has them."""
+    if isinstance(feature, dict):
+        return {name: _without_media(one) for name, one in feature.items()}
+    if isinstance(feature, list):
+        return [_without_media(one) for one in feature]
+    if hasattr(feature, "feature"):
+        return replace(feature, feature=_without_media(feature.feature))
+    is_media = hasattr(feature, "decode") and type(feature).__name__ != "Json"
+    return replace(feature, decode=False) if is_media else feature
 
 
 # -- values ----------------------------------------------------------------------------------------
