@@ -21,6 +21,7 @@ from slime.errors import UserError
 from slime.log import untold
 from slime.prompts.chat_template import (
     carries_template,
+    end_of_turn_tokens,
     render_prompt,
     template_markers,
     warn_of_no_generation_prompt,
@@ -199,6 +200,12 @@ def test_prompts_that_carry_the_template_already_are_said(
         source_of(path, apply_chat_template=True)
     assert f"2 prompts already carry the chat template (first: {path}:2" in caplog.text
     assert "--apply-chat-template would apply it a second time" in caplog.text
+
+
+def test_a_template_that_renders_only_with_tools_is_examined_with_some() -> None:
+    tokenizer = make_tokenizer("{% for tool in tools %}{{ tool.name }}{% endfor %}" + CHATML)
+    assert template_markers(tokenizer) == ["<|im_end|>", "<|im_start|>"]
+    assert list(end_of_turn_tokens(tokenizer).values()) == ["<|im_end|>"]
 
 
 # -- length filter ---------------------------------------------------------------------------------
