@@ -76,7 +76,10 @@ def load_file(file: str, suffix: str) -> Any:
     kind = {".parquet": "parquet", ".arrow": "arrow"}[suffix]
     with loading(file):
         if kind == "parquet":
-            metadata = pyarrow.parquet.read_metadata(file)
+            try:
+                metadata = pyarrow.parquet.read_metadata(file)
+            except pyarrow.ArrowInvalid as error:
+                raise _not_parquet(file, error) from error
             if metadata.num_rows == 0:
                 raise UserError(f"'{file}' has no rows", fix="check how the file was written")
             _check_names(file, metadata.schema.to_arrow_schema().names)
@@ -86,6 +89,14 @@ def load_file(file: str, suffix: str) -> Any:
 def _check_names(file: str, names: list[str]) -> None:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"'{file}' has the column '{twice[0]}' twice", fix="rename one of them")
+
+
+def _not_parquet(file: str, error: Exception) -> UserError:
+    return UserError(
+        f"'{file}' is not a Parquet file",
+        why=str(error).split(". ")[0],
+        fix="it may be cut short, or a git lfs pointer (git lfs pull fetches the file)",
+    )
 
 
 def iter_parquet(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -100,11 +111,7 @@ def iter_parquet(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         opened = pyarrow.parquet.ParquetFile(file)
     except pyarrow.ArrowInvalid as error:
-        raise UserError(
-            f"'{file}' is not a Parquet file",
-            why=str(error).split(". ")[0],
-            fix="it may be cut short, or a git lfs pointer (git lfs pull fetches the file)",
-        ) from error
+        raise _not_parquet(file, error) from error
     with opened as table:
         _check_names(file, table.schema_arrow.names)
         converts = _conversions(table.schema_arrow)

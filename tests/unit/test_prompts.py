@@ -426,14 +426,18 @@ def test_labels_of_any_type_for_a_reward_function_of_the_users_own(tmp_path: Pat
         ("empty.jsonl", "", "has no rows"),
         ("rows.xyz", "a", "has a type that cannot be read"),
         ("rows.json", "[{]", "is not valid JSON"),
-        ("rows.parquet", "no parquet", "cannot be read"),
+        ("rows.parquet", "no parquet", "is not a Parquet file"),
+        ("lfs.jsonl", "version https://git-lfs.github.com/spec/v1\n", "is a git lfs pointer"),
     ],
 )
-def test_bad_files(tmp_path: Path, name: str, content: str | None, said: str) -> None:
+@pytest.mark.parametrize("streaming", [False, True])
+def test_bad_files(
+    tmp_path: Path, name: str, content: str | None, said: str, streaming: bool
+) -> None:
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=said):
-        source_of(str(tmp_path / name))
+        source_of(str(tmp_path / name), streaming_data=streaming).get_samples(1)
 
 
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
