@@ -7,6 +7,7 @@ import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,14 +32,17 @@ class TableRows:
     def __init__(self, table: Any, name: str, part: slice) -> None:
         self._name = name
         self._positions = range(len(table))[part]
-        self._table = table if part == slice(None) else table.select(self._positions)
+        table = table if part == slice(None) else table.select(self._positions)
+        self._table = table.with_format("arrow")
+        self._features = type(table.features)(_without_media(dict(table.features)))
         self._converts = _conversions(table.data.schema)
 
     def __len__(self) -> int:
         return len(self._table)
 
     def __getitem__(self, position: int) -> dict[str, Any]:
-        return _converted(self._table[position], self._converts)
+        [row] = self._table[position].to_pylist()
+        return _converted(self._features.decode_example(row), self._converts)
 
     def where(self, position: int) -> str:
         return f"{self._name} row {self._positions[position]}"
@@ -72,7 +76,10 @@ def load_file(file: str, suffix: str) -> Any:
     kind = {".parquet": "parquet", ".arrow": "arrow"}[suffix]
     with loading(file):
         if kind == "parquet":
-            metadata = pyarrow.parquet.read_metadata(file)
+            try:
+                metadata = pyarrow.parquet.read_metadata(file)
+            except pyarrow.ArrowInvalid as error:
+                raise _not_parquet(file, error) from error
             if metadata.num_rows == 0:
                 raise UserError(f"'{file}' has no rows", fix="check how the file was written")
             _check_names(file, metadata.schema.to_arrow_schema().names)
@@ -82,6 +89,14 @@ def load_file(file: str, suffix: str) -> Any:
 def _check_names(file: str, names: list[str]) -> None:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"'{file}' has the column '{twice[0]}' twice", fix="rename one of them")
+
+
+def _not_parquet(file: str, error: Exception) -> UserError:
+    return UserError(
+        f"'{file}' is not a Parquet file",
+        why=str(error).split(". ")[0],
+        fix="it may be cut short, or a git lfs pointer (git lfs pull fetches the file)",
+    )
 
 
 def iter_parquet(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -96,11 +111,7 @@ def iter_parquet(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         opened = pyarrow.parquet.ParquetFile(file)
     except pyarrow.ArrowInvalid as error:
-        raise UserError(
-            f"'{file}' is not a Parquet file",
-            why=str(error).split(". ")[0],
-            fix="it may be cut short, or a git lfs pointer (git lfs pull fetches the file)",
-        ) from error
+        raise _not_parquet(file, error) from error
     with opened as table:
         _check_names(file, table.schema_arrow.names)
         converts = _conversions(table.schema_arrow)
@@ -129,6 +140,18 @@ def loading(path: str) -> Iterator[None]:
             "data set"
         )
         raise UserError(f"the data set '{path}' cannot be read", why=why, fix=fix) from error
+
+
+def _without_media(feature: Any) -> Any:
+    """Return features of `datasets` that leave images and other media as the file has them."""
+    if isinstance(feature, dict):
+        return {name: _without_media(one) for name, one in feature.items()}
+    if isinstance(feature, list):
+        return [_without_media(one) for one in feature]
+    if hasattr(feature, "feature"):
+        return replace(feature, feature=_without_media(feature.feature))
+    is_media = hasattr(feature, "decode") and type(feature).__name__ != "Json"
+    return replace(feature, decode=False) if is_media else feature
 
 
 # -- values ----------------------------------------------------------------------------------------

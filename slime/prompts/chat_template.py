@@ -705,12 +705,20 @@ def without_repeated_end(before: list[int], between: list[int]) -> list[int]:
     return between[next((n for n in counts if before[-n:] == between[:n]), 0) :]
 
 
+def _render_probe(tokenizer: Any, messages: Messages, *, ask: bool = False) -> str:
+    """Render messages; with tools if the template refuses them without."""
+    render = functools.partial(render_messages, tokenizer, messages, add_generation_prompt=ask)
+    with contextlib.suppress(TemplateRefuses):
+        return render()
+    return render(tools=_PROBE_TOOLS)
+
+
 def template_markers(tokenizer: Any) -> list[str]:
     """Return the special tokens that the chat template writes around messages, e.g.
     ``["<|im_start|>", "<|im_end|>"]``."""
     if not tokenizer.chat_template:
         return []
-    text = render_prompt(tokenizer, "hello")
+    text = _render_probe(tokenizer, [{"role": "user", "content": "hello"}], ask=True)
     special = special_tokens(tokenizer).values()
     return sorted({token for token in special if token and token in text})
 
@@ -727,7 +735,7 @@ def end_of_turn_tokens(tokenizer: Any) -> dict[int, str]:
     if not getattr(tokenizer, "chat_template", None):
         return {}
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
-    text = render_messages(tokenizer, messages, add_generation_prompt=False)
+    text = _render_probe(tokenizer, messages)
     tail = text[text.rfind(_PROBE) + len(_PROBE) :]
     special = special_tokens(tokenizer)
     ids = tokenizer.encode(tail, add_special_tokens=False)

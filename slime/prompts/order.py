@@ -190,10 +190,9 @@ class StreamedOrder:
         prompt = next(self._prompts, None)
         if prompt is None:
             if self._offset == 0:
-                too_long = f"{self._too_long} prompts are longer" if self._too_long else ""
                 raise UserError(
                     f"{self.path} has no prompt of at most {self.checker.max_tokens} tokens",
-                    why=too_long or "it has no rows",
+                    why=f"{self._too_long} prompts are longer",
                     fix=f"raise {self.checker.limit_flags}, or use other data",
                 )
             if self._too_long:

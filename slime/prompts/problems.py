@@ -65,7 +65,7 @@ def remark(kind: str, detail: str = "", fix: str = "") -> RowProblem:
     return RowProblem(kind, detail, fix, refuse_at=NEVER)
 
 
-#: End of a flag → what data sets usually call its column.
+#: End of a flag, or of a key of --eval-config → what data sets usually call its column.
 _USUAL = {
     "input-key": ("prompt", "question", "problem", "messages", "instruction", "query", "text",
                   "input"),
@@ -98,7 +98,7 @@ def missing_keys(named: Mapping[str, str], row_keys: Iterable[str]) -> RowProble
 
 def usual_column(flag: str, keys: Iterable[str]) -> str | None:
     """Return the column among ``keys`` that data sets usually have for ``flag``, if any."""
-    usual = next((names for end, names in _USUAL.items() if flag.endswith(end)), ())
+    usual = next((names for end, names in _USUAL.items() if _ends(flag, end)), ())
     there = set(keys)
     return next((name for name in usual if name in there), None)
 
@@ -110,7 +110,11 @@ def _column_fix(key: str, flag: str, keys: list[str]) -> str:
     if name := near[0] if near else usual_column(flag, keys):
         return f"pass {flag} {shlex.quote(name)}"
     fix = f"pass {flag} with an existing column"
-    return f"{fix}, or leave it out if there is none" if flag.endswith(_OPTIONAL) else fix
+    return f"{fix}, or leave it out if there is none" if _ends(flag, _OPTIONAL) else fix
+
+
+def _ends(flag: str, end: str | tuple[str, ...]) -> bool:
+    return flag.replace("_", "-").endswith(end)
 
 
 @dataclass

@@ -75,7 +75,7 @@ def open_rows(path: str, splits: Sequence[str] = dataset_folders.TRAINING) -> Ro
     else:
         rows = SlicedRows(_open_dataset(file, split, splits), part)
     if len(rows) == 0:
-        raise UserError(f"'{path}' has no rows", fix="check the file and the slice")
+        raise _no_rows(path)
     return rows
 
 
@@ -94,8 +94,13 @@ def iter_rows(
         stream = _stream_of(file)
         if stream is not None and (part.start or 0) >= 0 and (part.stop or 0) >= 0:
             is_plain = not file.endswith(COMPRESSED_SUFFIXES)
+            is_empty = True
             with contextlib.nullcontext() if is_plain else _decompressing(file):
-                yield from itertools.islice(stream(file), part.start, part.stop)
+                for row in itertools.islice(stream(file), part.start, part.stop):
+                    is_empty = False
+                    yield row
+            if is_empty:
+                raise _no_rows(path)
             return
     rows = open_rows(path, splits)
     for position in range(len(rows)):
@@ -103,6 +108,10 @@ def iter_rows(
             yield rows.where(position), rows[position]
         except RowProblem as problem:
             raise problem.at(rows.where(position)) from problem
+
+
+def _no_rows(path: str) -> UserError:
+    return UserError(f"'{path}' has no rows", fix="check the file and the slice")
 
 
 def _stream_of(file: str) -> Callable[[str], Iterator[tuple[str, Row]]] | None:
@@ -221,7 +230,8 @@ def _open_bytes(file: str, *, mapped: bool = False) -> io.BufferedReader:
     Args:
         mapped: decompress a compressed file into a temporary one, to map it into memory.
     Raises:
-        UserError: the file is UTF-16 or UTF-32, or not compressed as its name says.
+        UserError: the file is UTF-16 or UTF-32, a git lfs pointer, or not compressed as its name
+            says.
     """
     stream: Any
     if not file.endswith(COMPRESSED_SUFFIXES):
@@ -237,7 +247,12 @@ def _open_bytes(file: str, *, mapped: bool = False) -> io.BufferedReader:
                     stream = tempfile.TemporaryFile()  # noqa: SIM115
                     shutil.copyfileobj(packed, stream, 1 << 22)
                 stream.seek(0)
-    head = stream.peek(4)[:4]
+    head = stream.peek(64)[:64]
+    if head.startswith(b"version https://git-lfs"):
+        raise UserError(
+            f"'{file}' is a git lfs pointer, not the data", fix="fetch the file: git lfs pull"
+        )
+    head = head[:4]
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head:
         raise UserError(
             f"'{file}' is not UTF-8",

@@ -89,6 +89,8 @@ class RowFormat:
     teacher_prompt_key: str | None = None
     input_flag: str = "--input-key"
     label_flag: str = "--label-key"
+    metadata_flag: str = "--metadata-key"
+    tool_flag: str = "--tool-key"
 
     def __post_init__(self) -> None:
         """Check the arguments of the chat template.
@@ -291,9 +293,9 @@ def _check_columns(row: dict[str, Any], form: RowFormat) -> None:
     elif form.label_key is not None:
         required[form.label_flag] = label_path(row, form.label_key)[0]
     if form.metadata_required:
-        required["--metadata-key"] = form.metadata_key
+        required[form.metadata_flag] = form.metadata_key
     if form.tools_required:
-        required["--tool-key"] = form.tool_key
+        required[form.tool_flag] = form.tool_key
     if missing := {flag: key for flag, key in required.items() if key not in row}:
         raise (form.preference and form.preference.other_form(row)) or missing_keys(missing, row)
 

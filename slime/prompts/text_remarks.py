@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from slime.prompts.chat_template import special_tokens
+from slime.prompts.chat_template import REASONING_MARKS, reasoning_of, special_tokens
 from slime.prompts.conversation import IMAGE_MARK, Messages
 from slime.prompts.problems import RowProblem, remark
 
@@ -110,6 +110,15 @@ def remarks_on_answers(prompt: str | Messages, answers: Sequence[Any]) -> Iterat
             f"the first: {missing!r}",
             "remove these rows, if the value was missing",
         )
+    unfinished = next(
+        (text for value in (prompt, *answers) for text in _unfinished(value, value is prompt)), None
+    )
+    if unfinished is not None:
+        yield remark(
+            "have answers that are cut off in their reasoning, or end with it",
+            f"the first ends with {unfinished[-80:]!r}",
+            "remove these rows, unless such answers are the rejected ones",
+        )
     talks = [prompt, *answers] if isinstance(prompt, list) else answers
     repeated = next((text for talk in talks for text in _repeating(talk)), None)
     if isinstance(prompt, str):
@@ -158,6 +167,23 @@ def _answers(value: Any, in_messages: bool = False) -> list[str]:
         return [] if in_messages else [value]
     messages = [one for one in value if isinstance(one, Mapping)]
     return _texts([one for one in messages if one.get("role", one.get("from")) == "assistant"])
+
+
+def _unfinished(value: Any, is_prompt: bool) -> Iterator[str]:
+    """Yield answers with reasoning and nothing behind it."""
+    if isinstance(value, str) and not is_prompt:
+        value = [{"role": "assistant", "content": value}]
+    for message in value if isinstance(value, list) else []:
+        if message.get("role") != "assistant" or message.get("tool_calls"):
+            continue
+        content = message.get("content") or ""
+        if not isinstance(content, str) or message.get("step_loss_mask", 1) == 0:
+            continue
+        begins = content.lstrip()
+        is_open = any(begins.startswith(a) and b not in begins for a, b in REASONING_MARKS)
+        thought = reasoning_of(message)
+        if is_open or (thought.text.strip() and not thought.answer.strip()):
+            yield content.strip() or thought.text
 
 
 def _repeating(talk: Any) -> Iterator[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.config.config import Config
+from slime.config.flag import option_of
 from slime.log import get_logger
 from slime.models.context import model_context
 from slime.prompts.dataset_folders import EVALUATION
@@ -78,9 +79,13 @@ def eval_checker(dataset: EvalDataset, config: Config, tokenizer: Any) -> Checke
         rm_type=config.reward.rm_type,
         rm_type_of_all=dataset.inject_metadata(None).get("rm_type"),
         own_reward=bool(dataset.custom_rm_path or config.reward.custom_rm_path),
+        metadata_required=dataset.metadata_key != config.data.metadata_key,
+        tools_required=dataset.tool_key != config.data.tool_key,
         images=ImageSources.of(config, dataset.path, dataset.multimodal_keys),
-        input_flag="--eval-input-key",
-        label_flag="--eval-label-key",
+        input_flag=_named_by("input_key", dataset, config),
+        label_flag=_named_by("label_key", dataset, config),
+        metadata_flag=_named_by("metadata_key", dataset, config),
+        tool_flag=_named_by("tool_key", dataset, config),
     )
     whole = config.eval.eval_max_context_len
     longest = context_limit(config.eval.eval_max_prompt_len, None if whole is None else whole - 1)
@@ -93,6 +98,13 @@ def eval_checker(dataset: EvalDataset, config: Config, tokenizer: Any) -> Checke
         )
     vocab_size = vocab_size_of_run(config)
     return Checker(form, tokenizer, longest, limit_flags, vocab_size=vocab_size)
+
+
+def _named_by(key: str, dataset: EvalDataset, config: Config) -> str:
+    """Return what names a column of a set, for messages: a flag, or a key of --eval-config."""
+    flag = f"eval_{key}"
+    is_own = getattr(dataset, key) != getattr(config.eval, flag, None)
+    return f"--eval-config's {key}" if is_own else option_of(flag)
 
 
 #: The task of each evaluated prompt, running or done → its group.

@@ -343,6 +343,15 @@ def test_precedence_is_set_then_defaults_then_eval_flag_then_rollout_flag(tmp_pa
     assert (dataset.max_response_len, dataset.temperature) == (32, 0.9)
 
 
+@pytest.mark.parametrize("key", ["input_key", "label_key", "metadata_key", "tool_key"])
+def test_a_column_that_a_set_names_and_its_rows_lack_is_refused(tmp_path: Path, key: str) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", 1)
+    [dataset] = datasets_of(tmp_path, f"{{datasets: {{a: {{path: {data}, {key}: absent}}}}}}")
+    with pytest.raises(UserError, match="no key 'absent'") as caught:
+        read_eval_prompts(dataset, make_config(**FLAGS), make_tokenizer())
+    assert f"--eval-config's {key}" in caught.value.fix
+
+
 @pytest.mark.parametrize(
     "text", ["{datasets: {a: {path: x}}}", "{eval: {datasets: [{name: a, path: x}]}}"]
 )

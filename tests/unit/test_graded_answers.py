@@ -144,6 +144,30 @@ def test_nothing_equals_an_empty_label(label: str | None, response: str) -> None
     assert grade_dapo("Answer: ", label)["acc"] is False
 
 
+@pytest.mark.parametrize(
+    ("label", "answer", "right"),
+    [
+        ("3", r"1 \approx 2 \approx 3", False),
+        ("5", r"x = 6 \approx 5", False),
+        (r"\frac{7}{3}", r"\frac{7}{3} \approx 2", True),
+        (r"\pi", r"\pi \approx 3", True),
+        (r"4\pi", r"A = 4\pi \approx 12.57\text{ cm}^2", True),
+        ("5", r"\max(5, x)", False),
+        ("5", r"5 + \lfloor |x|/100 \rfloor", False),
+        (r"\max(a, b)", r"\frac{a+b+|a-b|}{2}", True),
+    ],
+)
+def test_an_answer_that_is_right_only_in_part_is_wrong(
+    label: str, answer: str, right: bool
+) -> None:
+    assert grade_math(rf"\boxed{{{answer}}}", label) == right
+
+
+def test_a_box_without_braces_is_one() -> None:
+    assert grade_math(r"$\boxed5$, since $1 + 4 = 5$ and $2 + 4 = 6$", "5") == 1.0
+    assert grade_math(r"\boxed 1,234.", "1234") == 1.0
+
+
 def test_only_what_follows_the_reasoning_counts() -> None:
     assert grade_math(r"<think>\boxed{5}</think> So \boxed{4}", "4") == 1.0
     assert grade_math(r"<think>\boxed{4}</think> So \boxed{5}", "4") == 0.0

@@ -17,6 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset, Features, Sequence, Value
+from datasets import Image as HubImage
 from PIL import Image
 from transformers import AutoTokenizer
 
@@ -149,12 +151,22 @@ def test_urls_are_downloaded_when_allowed(
     assert f"image 1 ({address}/b.png): HTTP Error 404" in told
 
 
-def test_columns_of_parquet_and_of_the_hub(model: Path, tmp_path: Path) -> None:
-    """Hugging Face data sets store {"bytes", "path"}."""
+@pytest.mark.parametrize("form", ["plain", "features", "saved", "streamed"])
+def test_columns_of_parquet_and_of_the_hub(form: str, model: Path, tmp_path: Path) -> None:
+    """Hugging Face data sets store {"bytes", "path"}; those with features would be decoded."""
     images = [[{"bytes": PICTURES[name], "path": None}] for name in NAMES]
-    table = pa.table({"input": ["a <image>"] * 3, "images": images})
-    pq.write_table(table, tmp_path / "rows.parquet")
-    groups = drawn(config_of(model, tmp_path / "rows.parquet"), 3)
+    columns = {"input": ["a <image>"] * 3, "images": images}
+    path = tmp_path / "rows.parquet"
+    if form == "plain":
+        pq.write_table(pa.table(columns), path)
+    else:
+        features = {"input": Value("string"), "images": Sequence(HubImage())}
+        table = Dataset.from_dict(columns, features=Features(features))
+        table.to_parquet(str(path))
+    if form == "saved":
+        path = tmp_path / "saved"
+        table.save_to_disk(str(path))
+    groups = drawn(config_of(model, path, streaming_data=form == "streamed"), 3)
     found = [Path(group[0].multimodal_inputs["images"][0]).read_bytes() for group in groups]
     assert found == [PICTURES[name] for name in NAMES]
 

@@ -21,6 +21,7 @@ from slime.errors import UserError
 from slime.log import untold
 from slime.prompts.chat_template import (
     carries_template,
+    end_of_turn_tokens,
     render_prompt,
     template_markers,
     warn_of_no_generation_prompt,
@@ -199,6 +200,12 @@ def test_prompts_that_carry_the_template_already_are_said(
         source_of(path, apply_chat_template=True)
     assert f"2 prompts already carry the chat template (first: {path}:2" in caplog.text
     assert "--apply-chat-template would apply it a second time" in caplog.text
+
+
+def test_a_template_that_renders_only_with_tools_is_examined_with_some() -> None:
+    tokenizer = make_tokenizer("{% for tool in tools %}{{ tool.name }}{% endfor %}" + CHATML)
+    assert template_markers(tokenizer) == ["<|im_end|>", "<|im_start|>"]
+    assert list(end_of_turn_tokens(tokenizer).values()) == ["<|im_end|>"]
 
 
 # -- length filter ---------------------------------------------------------------------------------
@@ -419,14 +426,18 @@ def test_labels_of_any_type_for_a_reward_function_of_the_users_own(tmp_path: Pat
         ("empty.jsonl", "", "has no rows"),
         ("rows.xyz", "a", "has a type that cannot be read"),
         ("rows.json", "[{]", "is not valid JSON"),
-        ("rows.parquet", "no parquet", "cannot be read"),
+        ("rows.parquet", "no parquet", "is not a Parquet file"),
+        ("lfs.jsonl", "version https://git-lfs.github.com/spec/v1\n", "is a git lfs pointer"),
     ],
 )
-def test_bad_files(tmp_path: Path, name: str, content: str | None, said: str) -> None:
+@pytest.mark.parametrize("streaming", [False, True])
+def test_bad_files(
+    tmp_path: Path, name: str, content: str | None, said: str, streaming: bool
+) -> None:
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=said):
-        source_of(str(tmp_path / name))
+        source_of(str(tmp_path / name), streaming_data=streaming).get_samples(1)
 
 
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from slime.rollout.rewards.text import grade_f1
         ("math", '{"answer": "34"}', "the text of a dict"),
         ("math", '"34"', "the text of a str"),
         ("dapo", '["34", null]', "the text of a list"),
+        ("remote_rm", {"answer": b"34"}, "cannot be sent as JSON"),
     ],
 )
 def test_labels_that_cannot_be_graded(rm_type: str, label: Any, said: str) -> None:

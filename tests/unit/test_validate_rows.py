@@ -271,6 +271,14 @@ def test_answers_that_begin_with_their_prompt_are_told(tmp_path: Path, loss: str
     assert "1 of 2 rows have answers that begin with their prompt" in line
 
 
+def test_answers_that_are_cut_off_in_their_reasoning_are_told(tmp_path: Path) -> None:
+    rows = [chat("1+2=", said) for said in ("<think>hm", "<think>hm</think>", "<think>hm</think>3")]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    flags: dict[str, Any] = {"loss_type": "sft_loss", "input_key": "messages", "label_key": None}
+    (line,) = report_of(path, **flags).warnings
+    assert "2 of 3 rows have answers that are cut off in their reasoning" in line
+
+
 SYSTEM = {"role": "system", "content": "be brief"}
 ASKED = {"role": "user", "content": "What is one and two?"}
 

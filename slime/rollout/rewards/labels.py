@@ -7,6 +7,7 @@ match and that are rarely meant.
 from __future__ import annotations
 
 import ast
+import json
 import re
 from typing import Any
 
@@ -40,8 +41,8 @@ def check_label(
 ) -> str | None:
     r"""Say why the built-in reward ``rm_type`` cannot grade a response against ``label``.
 
-    The check takes microseconds and runs in the caller's process. Rewards that do not compare with
-    a label (``remote_rm``, ``random``, ``ifbench``, unknown names) accept every label.
+    The check takes microseconds and runs in the caller's process. ``remote_rm`` accepts every label
+    that JSON can write, ``random``, ``ifbench`` and unknown names accept every label.
 
     Args:
         rm_type: with or without the prefix ``boxed_``.
@@ -57,7 +58,10 @@ def check_label(
         "is 'Paris', which is none of the letters A to J"
         >>> check_label("math", "1,2")
     """
-    check = _CHECKS.get((rm_type or "").removeprefix("boxed_"))
+    name = (rm_type or "").removeprefix("boxed_")
+    if name == "remote_rm":
+        return _check_remote(label)
+    check = _CHECKS.get(name)
     if check is None:
         return None
     if label is None or (isinstance(label, float) and label != label):
@@ -181,6 +185,14 @@ def _check_gpqa(label: Any, metadata: dict[str, Any]) -> str | None:
         return None
     among = f"none of the letters {letters[0]} to {letters[-1]}"
     return f"is {label!r:.60}, which is {among}" + (" and none of the choices" if texts else "")
+
+
+def _check_remote(label: Any) -> str | None:
+    try:
+        json.dumps(label)
+    except TypeError:
+        return f"is {label!r:.60}, which cannot be sent as JSON"
+    return None
 
 
 _CHECKS = {

@@ -1482,6 +1482,8 @@ def _same_value_of(g: Any, a: Relation) -> bool | None:
     b = 5"."""
     signs = set(a.signs)
     if signs == {r"\approx"} or signs == {"=", r"\approx"}:
+        if not all(map(_may_be_near, a.sides, a.sides[1:])):
+            return False
         return _any(_same(g, side) for side in a.sides[0 if len(a.sides) == 2 else 1 :])
     if signs <= {"=", r"\to"}:
         first = a.sides[0]
@@ -1505,6 +1507,20 @@ def _same_value_of(g: Any, a: Relation) -> bool | None:
     if signs == {r"\in"} and _name(a.sides[0]):
         return _same(g, a.sides[-1])
     return _mirror_interval(a, g)
+
+
+def _may_be_near(side: Any, other: Any) -> bool:
+    """Tell whether two sides of an approximation may be meant as one value: numbers that differ
+    widely are not."""
+    numbers = [one for one in (side, other) if _is_constant(one)]
+    if len(numbers) < 2 or numbers[0].unit != numbers[1].unit or side.percent != other.percent:
+        return True
+    try:
+        x, y = (as_float(number_of(number.node)) for number in numbers)
+    except (TooBig, Undefined):
+        return True
+    is_rounded = abs(x - y) * 2 <= 1 <= abs(y) and y == int(y.real)
+    return bool(x == y or is_rounded or abs(x - y) * 20 <= max(abs(x), abs(y)))
 
 
 def _same_relations(g: Relation, a: Relation) -> bool | None:

@@ -59,7 +59,7 @@ def grade_math(response: str, label: Any, boxed_only: bool = False) -> float:
     text = final_text(response)
     if label is None or not wanted or text is None:
         return 0.0
-    boxed = joined_boxes(text)
+    boxed = joined_boxes(_BARE_BOX.sub(r"\\boxed{\1}", text))
     if boxed is not None:
         return float(_is_right(wanted, boxed))
     if boxed_only:
@@ -82,6 +82,8 @@ def _answer_of(label: str) -> str:
 
 # -- answers in prose ------------------------------------------------------------------------------
 
+#: A box of a number or a letter without braces.
+_BARE_BOX = re.compile(r"\\boxed\s*(-?\d(?:[\d,.]*\d)?|[A-Za-z](?![A-Za-z]))")
 _ANCHOR = re.compile(
     r"(?i)(?:\banswer\b[^.\n:=]{0,60}?(?:\bis\b|\bare\b|\bequals\b|:|=|→)|####|"
     rf"{ANSWER_IS})(?:\*\*)?\s*[:：]?\s*"

@@ -40,6 +40,9 @@ _MAX_DEPTH = 60
 #: Factors, signs and exponents of one expression; the tree is as deep at most.
 _MAX_FACTORS = 200
 _POINTS = 6
+#: Further points, far from 0, of expressions with functions that differ from piece to piece.
+_FAR_POINTS = 2
+_PIECEWISE = ("max", "min", "floor", "ceil", "abs", "mod")
 
 
 class NotMath(ValueError):
@@ -681,9 +684,11 @@ def _whole_point(name: str, point: int) -> Fraction:
 @functools.lru_cache(maxsize=4096)
 def _point(name: str, point: int) -> Fraction:
     """Return a value for a variable: all positive at 0 and 1, all negative at 2, mixed at 3, small
-    at 4 and 5."""
+    at 4 and 5, big behind `_POINTS`."""
     draw = zlib.crc32(f"{name} {point}".encode())
     value = Fraction(700 + draw % 4001, 1009)
+    if point >= _POINTS:
+        return value * (-1) ** point * 10**6
     if point >= 4:
         return value / 8
     return -value if point == 2 or (point == 3 and draw >> 16 & 1) else value
@@ -914,8 +919,9 @@ def _equal(a: Node, b: Node, log_base: int) -> bool | None:
             return None if _has_series(a) or _has_series(b) else False
     is_whole = _is_of_whole_numbers(a) or _is_of_whole_numbers(b)
     has_i = contains(a, "x", "i") or contains(b, "x", "i")
+    is_piecewise = any(contains(node, "f", name) for node in (a, b) for name in _PIECEWISE)
     supported = False
-    for point in range(_POINTS):
+    for point in range(_POINTS + is_piecewise * _FAR_POINTS):
         scope = _Scope(point, log_base=log_base, whole=is_whole)
         try:
             x = _value(a, scope)

@@ -236,6 +236,11 @@ def normalise_final_answer(answer: str) -> str:
 
 #: Markdown and quotes before an answer, but not the index of _{10}C_3.
 _OPENING_MARKS = re.compile(r"^(?:[}*\s\"']|_(?![{\d]))+")
+#: A line's only formula, with a remark behind it that neither denies it nor adds to it.
+_REMARKED = re.compile(
+    r"(?i)([^$]*(?<!\\)\$[^$]+(?<!\\)\$)\**\s*(?:[.,;(]|(?:because|since|as|by|where|which|for)\b)"
+    r"(?!.*(?:\b(?:or|and|not|but|no|wrong)\b|n['’]t\b))[^$\d]*"
+)
 #: Marks at the end of a turn or a proof, which are not part of an answer.
 _END_MARKS = re.compile(r"<\|[^|>]*\|>|</?s>|<eos>|\\blacksquare|\\square|\\qed")
 
@@ -277,6 +282,8 @@ def final_answer(response: str, label: Any, pattern: str = ANSWER_LINE) -> tuple
     given = given if given.endswith("...") else given.rstrip(ends + ".")
     boxes = joined_boxes(given)
     given = given if boxes is None else boxes
+    remarked = _REMARKED.fullmatch(given)
+    given = given if remarked is None else remarked[1]
     answer = answer_in_label(str(label))[0]
     predicted = normalise_final_answer(given)
     wanted = normalise_final_answer(answer)
@@ -576,7 +583,8 @@ def _letter_after(text: str, start: int, group: str) -> tuple[int, str | None, b
     )
     if _CONTRASTED.match(rest) or is_denied(rest[:40]):
         return None
-    if several and several[1].upper() != letter.upper():
+    is_other = several and several[1].upper() != letter.upper()
+    if several and is_other and not _CONTRASTED.match(rest[several.end() :]):
         return at, None, True
     return at, letter.upper(), is_marked or bool(follows)
 
