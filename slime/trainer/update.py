@@ -58,6 +58,7 @@ from slime.trainer.role import POLICY, REFERENCE, policy_loss
 from slime.trainer.rollout_metrics import (
     distillation_metrics,
     mean_of_steps,
+    old_log_probs,
     quantisation_metrics,
     reference_tokens,
     sum_metrics,
@@ -690,16 +691,11 @@ def compute_advantages(trainer: Trainer, batch: TrainBatch, data: RolloutTensors
 _ASSIGN = "assign rollout_data[…], and return nothing"
 
 
-def _old_log_probs(config: Config, data: RolloutTensors) -> list[Tensor] | None:
-    """Return the log-probs of the policy that generated the rollout, by engine or trainer."""
-    return data.rollout_log_probs if config.algorithm.use_rollout_logprobs else data.log_probs
-
-
 def _kl_in_the_reward(config: Config, data: RolloutTensors) -> list[Tensor]:
     flags = config.algorithm
     if flags.kl_coef == 0:
         return [torch.zeros_like(mask) for mask in data.loss_masks]
-    old = _old_log_probs(config, data)
+    old = old_log_probs(config, data)
     assert old is not None and data.ref_log_probs is not None
     return [kl_estimate(lp, ref, flags.kl_loss_type) for lp, ref in zip(old, data.ref_log_probs)]
 
@@ -707,7 +703,7 @@ def _kl_in_the_reward(config: Config, data: RolloutTensors) -> list[Tensor]:
 def _distil_advantages(config: Config, data: RolloutTensors) -> None:
     """Subtract the sampled reverse KL from the teacher. This follows whitening, so that its weight
     does not depend on the rewards."""
-    old = _old_log_probs(config, data)
+    old = old_log_probs(config, data)
     assert data.advantages is not None and old is not None
     assert data.teacher is not None and data.teacher.log_probs is not None
     data.advantages = distilled_advantages(
@@ -799,7 +795,7 @@ def _loss_inputs(
             return None
         return torch.cat([values[i] for i in samples]) if samples else torch.zeros(0, device=where)
 
-    old = _old_log_probs(rank.config, data)
+    old = old_log_probs(rank.config, data)
     if reuses_log_probs(rank.config, batch) and not flags.use_rollout_logprobs:
         old = None
     compares = flags.use_rollout_logprobs and flags.get_mismatch_metrics
