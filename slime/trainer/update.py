@@ -22,7 +22,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -520,31 +520,27 @@ def evaluate(trainer: Trainer, batch: TrainBatch) -> dict[str, float]:
         Metrics ``eval/preferences/…`` by the names of training, means over all pairs; equal on
         every rank that holds the output layer, {} on others.
     """
+    # one step for all, so that every mean and KTO's KL are over the whole data
+    step = StepPlan(
+        [samples for step in batch.steps for samples in step.micro_batches],
+        sum(step.global_batch_size for step in batch.steps),
+        sum(step.num_loss_tokens for step in batch.steps),
+        [samples for step in batch.steps for samples in step.scored],
+    )
+    batch = replace(batch, steps=[step])
     config = trainer.config
     ranks = trainer.ranks
     current = Update(trainer, batch)
     current.score()
     data = current.data
-    means: dict[str, float] = {}
-    total = sum(step.global_batch_size for step in batch.steps)
-    for step_id, step in enumerate(batch.steps):
-        known = preference_step(trainer, batch, data, step)
-
-        def inputs_of(
-            samples: list[int], step: StepPlan = step, known: PreferenceStep = known
-        ) -> LossInputs:
-            return _loss_inputs(trainer, batch, data, step, samples, known)
-
-        results = trainer.losses(batch, step_id, inputs_of)
-        share = step.global_batch_size / total
-        for name, value in sum_metrics(config, ranks, results).items():
-            if name == "loss":  # with --preference-sft-coef it has terms that are not compared
-                continue
-            means[f"eval/preferences/{name}"] = (
-                means.get(f"eval/preferences/{name}", 0.0) + share * value
-            )
+    known = preference_step(trainer, batch, data, step)
+    results = trainer.losses(
+        batch, 0, lambda samples: _loss_inputs(trainer, batch, data, step, samples, known)
+    )
+    found = sum_metrics(config, ranks, results)
+    found.pop("loss", None)  # with --preference-sft-coef it has terms that are not compared
     trainer.trained_tokens = reference_tokens(config, ranks, batch, data)
-    return means
+    return {f"eval/preferences/{name}": value for name, value in found.items()}
 
 
 # -- score -----------------------------------------------------------------------------------------
