@@ -617,6 +617,7 @@ def test_another_reference_model_or_precision_has_another_cache(model: Path) -> 
 
     before = digest()
     assert digest() == before and digest(fp32=False, bf16=True) != before
+    assert digest(fake_quantisation="linears") != before
     (model / "model.safetensors").touch()
     assert digest() != before
 
