@@ -218,6 +218,13 @@ def _algorithm(draft: Draft) -> None:
             why="this loss trains on the answers in the data, one per row",
             fix="pass --n-samples-per-prompt 1",
         )
+    evaluates = draft["eval_prompt_data"] or draft["eval_config"]
+    if loss in DATA_LOSSES and draft.is_given("rollout_max_response_len") and not evaluates:
+        draft.warnings.append(
+            f"--rollout-max-response-len {draft['rollout_max_response_len']} cuts no answer with "
+            f"--loss-type {loss}: those of the data are trained on as they are. --seq-length "
+            "leaves out rows that are longer"
+        )
 
 
 #: Estimators that differ from GRPO only in how a reward becomes an advantage within its group.
