@@ -10,6 +10,7 @@ _ENDLESS = 1 << 40  # rollouts of a run whose length is not known yet
 def schedule_lengths(
     *,
     num_rollout: int | None,
+    num_critic_only_steps: int,
     num_steps_per_rollout: int,
     global_batch_size: int,
     lr_decay_style: str,
@@ -24,10 +25,13 @@ def schedule_lengths(
 
     Args:
         num_rollout: None for a run of unknown length, which counts as endless.
+        num_critic_only_steps: rollouts in which the model does not learn.
     Raises:
         UserError: the decay has no room behind the warm-up.
     """
     rollouts = _ENDLESS if num_rollout is None else max(num_rollout, 1)
+    if rollouts > num_critic_only_steps:
+        rollouts -= num_critic_only_steps
     total = rollouts * num_steps_per_rollout * global_batch_size
     decay = lr_decay_samples or (lr_decay_iters or 0) * global_batch_size or total
     warmup = lr_warmup_samples or lr_warmup_iters * global_batch_size

@@ -141,6 +141,14 @@ def stable_then_down(step: float, decay: float, last: float) -> float:
         ),
         (
             {
+                "lr_decay_style": "linear",
+                "advantage_estimator": "ppo",
+                "num_critic_only_steps": 2,
+            },
+            lambda k: linear(k, 0, 16),
+        ),
+        (
+            {
                 "lr_decay_style": "WSD",
                 "lr_wsd_decay_iters": 5,
                 "lr_wsd_decay_style": "linear",
@@ -156,6 +164,7 @@ def stable_then_down(step: float, decay: float, last: float) -> float:
         "fraction of the run",
         "fraction of the decay",
         "samples",
+        "behind the critic",
         "WSD",
     ],
 )

@@ -370,6 +370,7 @@ def _schedule_lengths(config: Config, num_rollout: int | None) -> tuple[int, int
     megatron = config.megatron
     return schedule_lengths(
         num_rollout=num_rollout,
+        num_critic_only_steps=config.critic.num_critic_only_steps,
         num_steps_per_rollout=config.train.num_steps_per_rollout,
         global_batch_size=config.train.global_batch_size,
         lr_decay_style=megatron.lr_decay_style,
