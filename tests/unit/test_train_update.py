@@ -396,6 +396,13 @@ def postprocess(args: Any, rollout_id: int, rollout_data: Any) -> None:
     rollout_data["loss_masks"] = [torch.ones_like(mask) for mask in rollout_data["loss_masks"]]
 
 
+def reinforce(
+    args: Any, batch: dict[str, Any], logits: Any, sum_of_sample_mean: Any
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    log_probs, advantages = map(torch.cat, (batch["current_log_probs"], batch["advantages"]))
+    return -sum_of_sample_mean(log_probs * advantages), {}
+
+
 def poison_what_it_masks(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
     masks = [mask * (torch.arange(mask.numel()) % 2) for mask in rollout_data["loss_masks"]]
     for key in ("advantages", "returns", "log_probs", "ref_log_probs", "rollout_log_probs"):
@@ -500,8 +507,19 @@ def test_advantages_that_are_returned_and_not_set_are_refused(backend: MegatronB
 def test_custom_loss_gets_logits_and_the_reducer(backend: MegatronBackend) -> None:
     metrics = backend.train(make_batch())
     assert metrics["train/my_metric"] == pytest.approx(metrics["train/loss"])
-    # per sample, not per trajectory: the sum over 6 samples divided by 5 trajectories
     assert metrics["train/loss"] > 0
+
+
+def test_a_custom_loss_weighs_trajectories_as_the_policy_loss_does() -> None:
+    """Two samples of the batch are one trajectory. On policy, its gradient is that of the log-probs
+    times the advantages."""
+    norms = []
+    custom = {"loss_type": "custom_loss", "custom_loss_function_path": hook_path("reinforce")}
+    for flags in ({}, custom):
+        made = trainer(**flags)
+        norms.append(made.train(make_batch())["train/grad_norm"])
+        made.close()
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
 @with_flags(
