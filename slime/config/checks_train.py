@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import re
@@ -15,6 +16,7 @@ from slime.config.estimators import FACTS
 from slime.config.flag import DATA_LOSSES, option_of
 from slime.config.preferences import PREFERENCE_FACTS
 from slime.config.resolve import PARALLEL_SIZES
+from slime.config.schedule import schedule_lengths
 from slime.errors import UserError
 
 #: NCCL's algorithms that sum in the same order every time.
@@ -215,6 +217,13 @@ def _algorithm(draft: Draft) -> None:
             f"--loss-type {loss} with --n-samples-per-prompt {draft['n_samples_per_prompt']}",
             why="this loss trains on the answers in the data, one per row",
             fix="pass --n-samples-per-prompt 1",
+        )
+    evaluates = draft["eval_prompt_data"] or draft["eval_config"]
+    if loss in DATA_LOSSES and draft.is_given("rollout_max_response_len") and not evaluates:
+        draft.warnings.append(
+            f"--rollout-max-response-len {draft['rollout_max_response_len']} cuts no answer with "
+            f"--loss-type {loss}: those of the data are trained on as they are. --seq-length "
+            "leaves out rows that are longer"
         )
 
 
@@ -497,8 +506,8 @@ def _loss_scale(draft: Draft) -> None:
 
 
 def _schedule(draft: Draft) -> None:
-    """Refuse schedules of learning rate and weight decay that Megatron rejects or that are
-    ambiguous."""
+    """Check the schedules of learning rate and weight decay: Megatron rejects some, and others are
+    ambiguous or do not fit the run."""
     for same in (
         ("lr_decay_iters", "lr_decay_samples"),
         ("lr_warmup_fraction", "lr_warmup_samples", "lr_warmup_iters"),
@@ -537,6 +546,15 @@ def _schedule(draft: Draft) -> None:
             f"--start-weight-decay {start:g} and --end-weight-decay {end:g} differ",
             why="--weight-decay-incr-style is constant",
             fix="pass --weight-decay-incr-style linear or cosine, or --weight-decay alone",
+        )
+    if not draft["num_rollout"] or draft["debug_rollout_only"]:
+        return
+    names = inspect.signature(schedule_lengths).parameters
+    warmup, _, total = schedule_lengths(**{name: draft[name] for name in names})
+    if warmup > total:
+        draft.warnings.append(
+            f"the learning rate warms up for {warmup} samples, and the run trains on {total}: it "
+            f"never reaches --lr {draft['lr']:g}"
         )
 
 

@@ -438,12 +438,29 @@ def _made_with(config: Config) -> str:
         values |= {name: json_safe(value) for name, value in vars(config.images).items()}
     for name in _WITHOUT_EFFECT:
         values.pop(name, None)
+    values |= _further_fields(config)
     given = [values.get(name) or () for name in MAKERS]
     paths = [path for value in given for path in ([value] if isinstance(value, str) else value)]
     model = config.checkpoint.hf_checkpoint
     return fingerprint(
         [_FORMAT, values, str(model), content_fingerprint(Path(model)) if model else ""], paths
     )
+
+
+def _further_fields(config: Config) -> dict[str, Any]:
+    """Return the flags by which samples have fields that others lack. Those of one batch must all
+    have them."""
+    found: dict[str, Any] = {}
+    teachers = config.distillation
+    if teachers.use_opd and not teachers.in_trainer:
+        found["teachers"] = [teachers.opd_teacher_key, teachers.in_loss and teachers.opd_top_k]
+    if teachers.use_opd and teachers.opd_teacher_prompt_key:
+        found["teacher_prompt"] = teachers.opd_teacher_prompt_key
+    if config.algorithm.use_sampling_mask:
+        found["sampling_mask"] = True
+    if config.train.use_rollout_routing_replay:
+        found["routed_experts"] = True
+    return found
 
 
 def drawn_as(drawn: Sequence[Sample]) -> int:

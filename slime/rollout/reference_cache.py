@@ -57,6 +57,7 @@ def _model_digest(config: Config) -> str:
                 digest.update(f"{file}|{known.st_size}|{known.st_mtime_ns}|".encode())
     precision = [name for name in _PRECISION if getattr(config.megatron, name)]
     digest.update(f"{flags.ref_ckpt_step}|{precision}|{config.lora.lora_rank > 0}".encode())
+    digest.update((config.quantised.fake_quantisation or "").encode())
     return digest.hexdigest()
 
 

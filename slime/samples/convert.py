@@ -31,6 +31,7 @@ from slime.samples.packing import PackingPlan, PackingRules, plan_steps, with_sc
 from slime.samples.preferences import check_preferences, mismatched_positions
 from slime.samples.sample_fields import number_problem
 from slime.samples.sampling_mask import foreign_token, mask_problem
+from slime.samples.token_rewards import token_rewards_problem
 from slime.samples.types import Group
 from slime.user_code.loading import makers_of_samples, named, user_function
 
@@ -91,6 +92,7 @@ def to_batches_of_roles(
     _check_media(columns, config)
     _check_sampling_mask(columns, config)
     _check_teacher_top(columns)
+    _check_token_rewards(columns)
     preference = config.algorithm.preference
     if preference is not None:
         check_preferences(columns.trajectory_ids, columns.rewards, preference)
@@ -273,10 +275,21 @@ def _check_teacher_top(columns: Columns) -> None:
             )
 
 
+def _check_token_rewards(columns: Columns) -> None:
+    for position, values in enumerate(columns.payloads.get("token_rewards", ())):
+        length = columns.response_lengths[position]
+        problem = token_rewards_problem(values, length)
+        if not problem and len(values) < length:
+            problem = f"for {len(values)} of {length} response tokens"
+        if problem:
+            fix = "give one number per response token, or let the reward function return the list"
+            raise _refused(columns, position, f"token_rewards {problem}", fix)
+
+
 def _refused(columns: Columns, position: int, what: str, fix: str) -> UserError:
     return UserError(
         f"the sample with index {columns.sample_indices[position]} has {what}",
-        why="sampling masks and teacher scores belong to one response token each",
+        why="sampling masks, teacher scores and token rewards belong to one response token each",
         fix=fix,
     )
 

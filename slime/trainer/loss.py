@@ -23,7 +23,7 @@ from slime.algorithms.losses import (
     truncated_importance_sampling,
 )
 from slime.algorithms.preferences import PREFERENCES, PreferenceInputs, sequence_scores
-from slime.algorithms.reduce import sequence_mean, weighted_sum
+from slime.algorithms.reduce import weighted_sum
 from slime.algorithms.values import clipped_value_loss
 from slime.config.config import Config
 from slime.config.groups_algorithm import AlgorithmConfig
@@ -355,14 +355,11 @@ def _custom_loss(
 
     def call(log_probs: Tensor, logits: Tensor | None, inputs: LossInputs) -> Any:
         def sum_of_sample_mean(values: Tensor) -> Tensor:
-            """Sum, over samples, the mean of ``values`` [T] over each sample's trained tokens. With
-            --calculate-per-token-loss: the plain sum over trained tokens."""
+            """Sum, over trajectories, the mean of ``values`` [T] over each one's trained tokens,
+            as far as they are in this micro-batch. With --calculate-per-token-loss: the plain sum
+            over trained tokens."""
             check_summed(values, inputs.masks, origin)
-            if config.algorithm.calculate_per_token_loss:
-                return (values * inputs.masks).sum()
-            means = sequence_mean(values, inputs.masks, inputs.lengths)
-            first = (inputs.lengths.cumsum(0) - inputs.lengths)[inputs.lengths > 0]
-            return means.index_select(0, first).sum()
+            return weighted_sum(values, inputs.weights) / inputs.sample_weight
 
         return function(functions.args, _batch_of(log_probs, inputs), logits, sum_of_sample_mean)
 
@@ -423,6 +420,7 @@ def _of_sample(inputs: LossInputs, position: int) -> LossInputs:
         lengths=inputs.lengths[one],
         total_lengths=inputs.total_lengths[one],
         masks=inputs.masks[at],
+        weights=inputs.weights[at],
         advantages=part(inputs.advantages),
         old_log_probs=part(inputs.old_log_probs),
         ref_log_probs=part(inputs.ref_log_probs),

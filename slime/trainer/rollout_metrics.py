@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.distillation import sampled_reverse_kl
+from slime.algorithms.kl import kl_estimate
 from slime.algorithms.reduce import token_weights, weighted_sum
 from slime.config.config import Config
 from slime.samples.batch import TrainBatch, TrainedTokens
@@ -57,7 +58,7 @@ def token_means(
         "rollout/advantages": data.advantages,
         "rollout/returns": data.returns,
         "rollout/values": data.values,
-        "rollout/kl": data.kl if data.ref_log_probs is not None else None,
+        "rollout/kl": _kl_to_reference(config, data),
     }
     sums = {
         name: _weighted_sum(values, weights)
@@ -74,13 +75,27 @@ def token_means(
     return dict(zip(sums, totals.tolist()))
 
 
+def old_log_probs(config: Config, data: RolloutTensors) -> list[Tensor] | None:
+    """Return the log-probs of the policy that generated the rollout, by engine or trainer."""
+    return data.rollout_log_probs if config.algorithm.use_rollout_logprobs else data.log_probs
+
+
+def _kl_to_reference(config: Config, data: RolloutTensors) -> list[Tensor] | None:
+    """Return the KL estimate of each token, also where only the loss has a KL penalty."""
+    old = old_log_probs(config, data)
+    if old is None or data.ref_log_probs is None or config.algorithm.preference is not None:
+        return None
+    kind = config.algorithm.kl_loss_type
+    return [kl_estimate(lp, ref, kind) for lp, ref in zip(old, data.ref_log_probs)]
+
+
 def distillation_metrics(
     config: Config, ranks: Ranks, batch: TrainBatch, data: RolloutTensors
 ) -> dict[str, float]:
     """Compare the log-probs of the sampled tokens with the teacher's, before training; see
     `slime.algorithms.distillation.sampled_reverse_kl`. Collective."""
     teacher = None if data.teacher is None else data.teacher.log_probs
-    old = data.rollout_log_probs if config.algorithm.use_rollout_logprobs else data.log_probs
+    old = old_log_probs(config, data)
     if not ranks.has_output or teacher is None or old is None:
         return {}
     weights = _weights(config, ranks, batch, data, data.before_training)

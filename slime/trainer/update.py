@@ -22,7 +22,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -58,6 +58,7 @@ from slime.trainer.role import POLICY, REFERENCE, policy_loss
 from slime.trainer.rollout_metrics import (
     distillation_metrics,
     mean_of_steps,
+    old_log_probs,
     quantisation_metrics,
     reference_tokens,
     sum_metrics,
@@ -518,31 +519,27 @@ def evaluate(trainer: Trainer, batch: TrainBatch) -> dict[str, float]:
         Metrics ``eval/preferences/…`` by the names of training, means over all pairs; equal on
         every rank that holds the output layer, {} on others.
     """
+    # one step for all, so that every mean and KTO's KL are over the whole data
+    step = StepPlan(
+        [samples for step in batch.steps for samples in step.micro_batches],
+        sum(step.global_batch_size for step in batch.steps),
+        sum(step.num_loss_tokens for step in batch.steps),
+        [samples for step in batch.steps for samples in step.scored],
+    )
+    batch = replace(batch, steps=[step])
     config = trainer.config
     ranks = trainer.ranks
     current = Update(trainer, batch)
     current.score()
     data = current.data
-    means: dict[str, float] = {}
-    total = sum(step.global_batch_size for step in batch.steps)
-    for step_id, step in enumerate(batch.steps):
-        known = preference_step(trainer, batch, data, step)
-
-        def inputs_of(
-            samples: list[int], step: StepPlan = step, known: PreferenceStep = known
-        ) -> LossInputs:
-            return _loss_inputs(trainer, batch, data, step, samples, known)
-
-        results = trainer.losses(batch, step_id, inputs_of)
-        share = step.global_batch_size / total
-        for name, value in sum_metrics(config, ranks, results).items():
-            if name == "loss":  # with --preference-sft-coef it has terms that are not compared
-                continue
-            means[f"eval/preferences/{name}"] = (
-                means.get(f"eval/preferences/{name}", 0.0) + share * value
-            )
+    known = preference_step(trainer, batch, data, step)
+    results = trainer.losses(
+        batch, 0, lambda samples: _loss_inputs(trainer, batch, data, step, samples, known)
+    )
+    found = sum_metrics(config, ranks, results)
+    found.pop("loss", None)  # with --preference-sft-coef it has terms that are not compared
     trainer.trained_tokens = reference_tokens(config, ranks, batch, data)
-    return means
+    return {f"eval/preferences/{name}": value for name, value in found.items()}
 
 
 # -- score -----------------------------------------------------------------------------------------
@@ -689,16 +686,11 @@ def compute_advantages(trainer: Trainer, batch: TrainBatch, data: RolloutTensors
 _ASSIGN = "assign rollout_data[…], and return nothing"
 
 
-def _old_log_probs(config: Config, data: RolloutTensors) -> list[Tensor] | None:
-    """Return the log-probs of the policy that generated the rollout, by engine or trainer."""
-    return data.rollout_log_probs if config.algorithm.use_rollout_logprobs else data.log_probs
-
-
 def _kl_in_the_reward(config: Config, data: RolloutTensors) -> list[Tensor]:
     flags = config.algorithm
     if flags.kl_coef == 0:
         return [torch.zeros_like(mask) for mask in data.loss_masks]
-    old = _old_log_probs(config, data)
+    old = old_log_probs(config, data)
     assert old is not None and data.ref_log_probs is not None
     return [kl_estimate(lp, ref, flags.kl_loss_type) for lp, ref in zip(old, data.ref_log_probs)]
 
@@ -706,7 +698,7 @@ def _kl_in_the_reward(config: Config, data: RolloutTensors) -> list[Tensor]:
 def _distil_advantages(config: Config, data: RolloutTensors) -> None:
     """Subtract the sampled reverse KL from the teacher. This follows whitening, so that its weight
     does not depend on the rewards."""
-    old = _old_log_probs(config, data)
+    old = old_log_probs(config, data)
     assert data.advantages is not None and old is not None
     assert data.teacher is not None and data.teacher.log_probs is not None
     data.advantages = distilled_advantages(
@@ -798,7 +790,7 @@ def _loss_inputs(
             return None
         return torch.cat([values[i] for i in samples]) if samples else torch.zeros(0, device=where)
 
-    old = _old_log_probs(rank.config, data)
+    old = old_log_probs(rank.config, data)
     if reuses_log_probs(rank.config, batch) and not flags.use_rollout_logprobs:
         old = None
     compares = flags.use_rollout_logprobs and flags.get_mismatch_metrics

@@ -21,6 +21,7 @@ from slime.trainer.validate_hook_output import (
     check_log_probs,
     check_masks,
     check_reducer,
+    finite_where_untrained,
     per_token,
 )
 from slime.user_code.loading import (
@@ -229,7 +230,8 @@ def change_rollout(
                 why=why,
                 fix="leave that key alone",
             )
-    for key in ASSIGNABLE:  # also where entries of a list were replaced
+    # also where entries of a list were replaced; the masks first, as they say what is trained
+    for key in sorted(ASSIGNABLE, key=lambda name: name != "loss_masks"):
         if view.get(key) is not None or key in assigned:
             what = f"{origin} assigned rollout_data[{key!r}]"
             values = per_token(view.get(key), data.loss_masks, batch.sample_indices, what)
@@ -240,7 +242,7 @@ def change_rollout(
                 _tell_of_no_tokens(values, masks, origin)
             elif key.endswith("log_probs") and (key in assigned or key in was_finite):
                 check_log_probs(values, data.loss_masks, batch.sample_indices, what)
-            setattr(data, key, values)
+            setattr(data, key, finite_where_untrained(values, data.loss_masks))
     if data.returns is None:
         data.returns = data.advantages
     return None if returned is view else returned

@@ -439,6 +439,14 @@ def check_finite(
     )
 
 
+def finite_where_untrained(values: list[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
+    """Return the values with 0 for NaN and infinity on untrained tokens. Their weight is 0, but
+    their gradient would be 0 · NaN."""
+    if not values or bool(torch.cat(values).isfinite().all()):
+        return values
+    return [value.where(value.isfinite() | (mask != 0), 0.0) for value, mask in zip(values, masks)]
+
+
 def check_log_probs(
     values: Sequence[Tensor], masks: Sequence[Tensor], indices: Sequence[int | None], what: str
 ) -> None:

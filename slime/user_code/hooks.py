@@ -484,13 +484,14 @@ class LossFunction(Protocol):
     ``current_log_probs`` are over the whole vocabulary, and their gradients are right on every
     rank.
 
-    ``sum_of_sample_mean`` takes [T] and returns the sum over samples of each sample's mean over its
-    trained tokens (with ``--calculate-per-token-loss`` the sum over trained tokens). The loss and
-    each metric must be such sums: they are added up over micro-batches and ranks, and divided by
-    the step's number of trajectories (per token: of trained tokens). The metric ``loss`` is always
-    the returned loss. In a trainer without data or context parallelism, the function is also called
-    for each sample of the first micro-batch of several: a warning tells if their losses do not add
-    up. It must not call ``backward``.
+    ``sum_of_sample_mean`` takes [T] and returns the sum over trajectories of each one's mean over
+    its trained tokens, as the built-in losses do (with ``--calculate-per-token-loss`` the sum over
+    trained tokens). A trajectory of several samples counts once: each sample adds its part of the
+    mean. The loss and each metric must be such sums: they are added up over micro-batches and
+    ranks, and divided by the step's number of trajectories (per token: of trained tokens). The
+    metric ``loss`` is always the returned loss. In a trainer without data or context parallelism,
+    the function is also called for each sample of the first micro-batch of several: a warning tells
+    if their losses do not add up. It must not call ``backward``.
 
     Example:
         >>> def loss_function(args, batch, logits, sum_of_sample_mean):

@@ -874,3 +874,11 @@ def test_describe_shows_what_is_not_default() -> None:
     text = make_config(rollout_batch_size=4, n_samples_per_prompt=2).describe()
     assert "rollout_batch_size = 4   (flag)" in text
     assert "global_batch_size = 8   (derived: " in text and "rollout_seed" not in text
+
+
+@pytest.mark.parametrize("loss", ["sft_loss", "preference_loss"])
+def test_a_limit_of_responses_that_cuts_no_answer_of_the_data_is_told(loss: str) -> None:
+    flags = {"loss_type": loss, "rollout_batch_size": 4, "rollout_max_response_len": 8}
+    [told] = make_config(**flags).warnings
+    assert "--rollout-max-response-len 8 cuts no answer" in told
+    assert not make_config(**flags, eval_prompt_data=["held-out", "held-out.jsonl"]).warnings

@@ -423,6 +423,8 @@ def test_the_critic_has_the_learning_rate_of_its_flags() -> None:
     assert critic_config(small).megatron.lr_warmup_iters == 2
     alone = trainer_config(**PPO, num_critic_only_steps=10, num_rollout=10)
     assert any("the policy is not trained" in warning for warning in alone.warnings)
+    # the critic learns in all rollouts, and its schedule counts them
+    assert critic_config(alone).critic.num_critic_only_steps == 0
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2"], ids=["tied", "not tied"])

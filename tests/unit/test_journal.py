@@ -322,6 +322,26 @@ def test_what_samples_are_made_with(tmp_path: Path) -> None:
     assert module._made_with(make_config(**flags)) != base
 
 
+def test_samples_with_other_fields_are_not_put_beside_each_other() -> None:
+    """A batch in which only some have a teacher's scores is refused, in every launch."""
+    teachers = {"use_opd": True, "opd_teacher_urls": ["http://teacher"]}
+    top = {**teachers, "opd_loss": "jsd", "opd_top_k": 4}
+    truncated = {"rollout_top_k": 8}
+    launches: list[dict[str, Any]] = [
+        {},
+        teachers,
+        top,
+        {**top, "opd_top_k": 8},
+        {**teachers, "opd_teacher_prompt_key": "hint"},
+        truncated,
+        {**truncated, "use_sampling_mask": False},
+    ]
+    made_with = [module._made_with(make_config(rollout_batch_size=1, **one)) for one in launches]
+    assert len(set(made_with)) == len(launches)
+    more = make_config(rollout_batch_size=1, opd_kl_coef=0.5, **teachers)
+    assert module._made_with(more) == made_with[1]
+
+
 def test_what_cannot_be_read_is_generated_again(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

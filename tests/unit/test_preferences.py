@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -20,7 +21,7 @@ from slime.prompts.source import PromptSource
 from slime.rollout.preferences import generate_preferences
 from slime.rollout.reference_cache import ReferenceCache, _model_digest
 from slime.rollout.validate_rows import DataReport, validate_data
-from slime.samples.batch import TrainedTokens, TrainLayout
+from slime.samples.batch import StepPlan, TrainedTokens, TrainLayout
 from slime.samples.convert import to_train_batches
 from slime.samples.packing import PackingRules, plan_steps
 from slime.samples.types import Group, Sample
@@ -425,6 +426,25 @@ def test_the_first_loss_is_that_of_equal_models_and_it_falls(loss: str) -> None:
     assert first["train/loss"] == first["train/preference_loss"]
 
 
+def test_an_evaluation_does_not_depend_on_the_batch_size() -> None:
+    """Of three desirable answers one is in the first step, and each step has another KL."""
+    whole = batch_for("kto", pairs=(((2, 3), (0, 1)), ((4, 5), (6, 7))))
+    [step] = whole.steps
+    parts = [
+        StepPlan([samples], 2, step.num_loss_tokens, [scored])
+        for samples, scored in zip(step.micro_batches, step.scored, strict=True)
+    ]
+    backend = trainer(**PREFERENCES, preference_loss="kto", lr=1e-2)
+    try:
+        backend.train(batch_for("kto"))
+        expected = backend.evaluate(whole)
+        found = backend.evaluate(dataclasses.replace(whole, steps=parts))
+    finally:
+        backend.close()
+    assert expected["eval/preferences/kto_kl"] > 0
+    assert found == pytest.approx(expected)
+
+
 # -- layouts ---------------------------------------------------------------------------------------
 
 #: Per data-parallel rank: members, micro-batches of trained and of scored samples, by place.
@@ -597,6 +617,7 @@ def test_another_reference_model_or_precision_has_another_cache(model: Path) -> 
 
     before = digest()
     assert digest() == before and digest(fp32=False, bf16=True) != before
+    assert digest(fake_quantisation="linears") != before
     (model / "model.safetensors").touch()
     assert digest() != before
 

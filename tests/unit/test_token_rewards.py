@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from slime.config import make_config
+from slime.errors import UserError
 from slime.rollout.rewards.pool import RewardPool
 from slime.samples import token_rewards
 from slime.samples.batch import TrainLayout
@@ -108,6 +109,17 @@ def test_lists_that_fit_nothing_are_refused(
 def test_rewards_that_users_set_are_checked(given: Any, told: str) -> None:
     found = token_rewards.token_rewards_problem(given, 3)
     assert told in found and bool(found) == bool(told)
+
+
+@pytest.mark.parametrize("given", [[0.5], [1.0] * 6, [1.0, 0.0, math.inf, 0.0, 0.0]], ids=str)
+def test_rewards_that_users_set_belong_to_the_response(given: list[float]) -> None:
+    samples = [answered(index) for index in range(2)]
+    for sample in samples:
+        sample.reward = 1.0
+    samples[1].token_rewards = given
+    group = Group(0, [[sample] for sample in samples])
+    with pytest.raises(UserError, match="index 1 has token_rewards"):
+        to_train_batches([group], config(advantage_estimator="ppo"), TrainLayout(), 0)
 
 
 def test_each_token_gets_its_own_reward_in_training(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slime.errors import UserError
 from slime.models.activations import gated, gelu_tanh, quick_gelu
 from slime.models.rotary import inverse_frequencies
 from slime.trainer.megatron.attention import PackedAttention
@@ -140,6 +141,14 @@ def stable_then_down(step: float, decay: float, last: float) -> float:
         ),
         (
             {
+                "lr_decay_style": "linear",
+                "advantage_estimator": "ppo",
+                "num_critic_only_steps": 2,
+            },
+            lambda k: linear(k, 0, 16),
+        ),
+        (
+            {
                 "lr_decay_style": "WSD",
                 "lr_wsd_decay_iters": 5,
                 "lr_wsd_decay_style": "linear",
@@ -155,6 +164,7 @@ def stable_then_down(step: float, decay: float, last: float) -> float:
         "fraction of the run",
         "fraction of the decay",
         "samples",
+        "behind the critic",
         "WSD",
     ],
 )
@@ -163,6 +173,29 @@ def test_learning_rates_count_optimizer_steps(
 ) -> None:
     found = [rate for rate, _ in rates(flags)]
     assert found == pytest.approx([expected(k) for k in range(22)], abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"lr_decay_style": "linear", "lr_warmup_iters": 20}, "but decays within 120"),
+        (
+            {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 16, "lr_warmup_iters": 5},
+            "decays for 96, within 120 in all",
+        ),
+    ],
+    ids=["linear", "WSD"],
+)
+def test_a_decay_without_room_behind_the_warm_up_is_refused_at_launch(
+    flags: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(UserError, match=told):
+        trainer_config(num_rollout=20, **flags)
+
+
+def test_a_warm_up_longer_than_the_run_is_told() -> None:
+    [told] = trainer_config(num_rollout=2, lr_warmup_iters=3).warnings
+    assert "warms up for 18 samples, and the run trains on 12" in told
 
 
 def test_weight_decay_rises_over_the_whole_run() -> None:

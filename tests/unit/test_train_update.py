@@ -395,6 +395,22 @@ def postprocess(args: Any, rollout_id: int, rollout_data: Any) -> None:
     rollout_data["loss_masks"] = [torch.ones_like(mask) for mask in rollout_data["loss_masks"]]
 
 
+def reinforce(
+    args: Any, batch: dict[str, Any], logits: Any, sum_of_sample_mean: Any
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    log_probs, advantages = map(torch.cat, (batch["current_log_probs"], batch["advantages"]))
+    return -sum_of_sample_mean(log_probs * advantages), {}
+
+
+def poison_what_it_masks(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    masks = [mask * (torch.arange(mask.numel()) % 2) for mask in rollout_data["loss_masks"]]
+    for key in ("advantages", "returns", "log_probs", "ref_log_probs", "rollout_log_probs"):
+        rollout_data[key] = [
+            values.where(mask > 0, math.nan) for values, mask in zip(rollout_data[key], masks)
+        ]
+    rollout_data["loss_masks"] = masks
+
+
 def shift_everything(args: Any, rollout_id: int, rollout_data: Any) -> None:
     """Assigns each key that may be, in a way that shows in the metrics; some as plain lists."""
     masks = rollout_data["loss_masks"]
@@ -490,8 +506,19 @@ def test_advantages_that_are_returned_and_not_set_are_refused(backend: MegatronB
 def test_custom_loss_gets_logits_and_the_reducer(backend: MegatronBackend) -> None:
     metrics = backend.train(make_batch())
     assert metrics["train/my_metric"] == pytest.approx(metrics["train/loss"])
-    # per sample, not per trajectory: the sum over 6 samples divided by 5 trajectories
     assert metrics["train/loss"] > 0
+
+
+def test_a_custom_loss_weighs_trajectories_as_the_policy_loss_does() -> None:
+    """Two samples of the batch are one trajectory. On policy, its gradient is that of the log-probs
+    times the advantages."""
+    norms = []
+    custom = {"loss_type": "custom_loss", "custom_loss_function_path": hook_path("reinforce")}
+    for flags in ({}, custom):
+        made = trainer(**flags)
+        norms.append(made.train(make_batch())["train/grad_norm"])
+        made.close()
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
 @with_flags(
@@ -536,6 +563,18 @@ def test_postprocess_may_assign_every_tensor_of_the_rollout(backend: MegatronBac
     # the old policy's log-probs are those that it assigned
     assert metrics["rollout/log_probs"] == pytest.approx(-weight)
     assert metrics["train/tis"] == pytest.approx(math.exp(0.5) * weight)
+
+
+@with_flags(
+    rollout_data_postprocess_path=hook_path("poison_what_it_masks"),
+    use_kl_loss=True,
+    kl_loss_coef=0.5,
+    kl_loss_type="k2",
+    use_tis=True,
+)
+def test_nan_of_a_token_that_is_masked_does_no_harm(backend: MegatronBackend) -> None:
+    metrics = backend.train(make_batch(num_steps=3))
+    assert math.isfinite(metrics["train/grad_norm"]) and metrics["train/skipped_steps"] == 0
 
 
 @pytest.mark.parametrize(

@@ -98,12 +98,13 @@ def test_means_are_over_trained_tokens_and_each_execution_counts_alike() -> None
 
 
 def test_the_kl_is_shown_where_there_is_a_reference() -> None:
-    kl = tensors([0.5, 0.5], [9.0, 1.0, 2.0])
-    assert token_means(trainer_config(), ranks(), batch(), data(kl=kl)) == {}
-    found = token_means(
-        trainer_config(), ranks(), batch(), data(kl=kl, ref_log_probs=tensors([0.0] * 2, [0.0] * 3))
-    )
-    assert found == pytest.approx({"rollout/kl": 1.0, "rollout/ref_log_probs": 0.0})
+    """Also if only the loss has a penalty, so that none is in the reward."""
+    columns = {"log_probs": tensors([-1.0, -1.0], [-9.0, -1.0, -1.0])}
+    flags = {"use_kl_loss": True, "kl_loss_type": "k2"}
+    assert "rollout/kl" not in token_means(trainer_config(), ranks(), batch(), data(**columns))
+    columns["ref_log_probs"] = tensors([-2.0, -1.0], [0.0, -1.0, -3.0])
+    found = token_means(trainer_config(**flags), ranks(), batch(), data(**columns))
+    assert found["rollout/kl"] == pytest.approx((0.5 / 2 + 2.0 / 2) / 2)
 
 
 def test_the_worst_mismatch_is_of_a_trained_token() -> None:

@@ -77,7 +77,9 @@ def critic_config(config: Config) -> Config:
             lr_warmup_samples=0,
             lr_warmup_fraction=None,
         )
-    return dataclasses.replace(config, megatron=megatron)
+    # its schedule has the rollouts in which it learns alone, too
+    critic = dataclasses.replace(critic, num_critic_only_steps=0)
+    return dataclasses.replace(config, megatron=megatron, critic=critic)
 
 
 def shares_base(config: Config, plan: LoadPlan) -> bool:

@@ -34,6 +34,7 @@ from torch import nn
 
 from slime.checkpoints.megatron_names import Placement, global_parameters, unwrapped
 from slime.config.config import Config
+from slime.config.schedule import schedule_lengths
 from slime.errors import UserError
 from slime.log import get_logger, tell
 from slime.models.vision import frozen_parts
@@ -62,7 +63,6 @@ _DTYPES: dict[Any, torch.dtype] = {
     "fp16": torch.float16,
     "fp8": torch.uint8,
 }
-_ENDLESS = 1 << 40  # rollouts of a run whose length is not known yet
 
 
 def freeze(chunks: Sequence[GPTModel], config: Config) -> None:
@@ -365,26 +365,20 @@ def set_run_length(scheduler: OptimizerParamScheduler, config: Config, num_rollo
 
 
 def _schedule_lengths(config: Config, num_rollout: int | None) -> tuple[int, int, int]:
-    """Return (warm-up, decay, whole run) in samples; a run of unknown length counts as endless.
-
-    Raises:
-        UserError: the warm-up is longer than the decay.
-    """
     megatron = config.megatron
-    batch = config.train.global_batch_size
-    rollouts = _ENDLESS if num_rollout is None else max(num_rollout, 1)
-    total = rollouts * config.train.num_steps_per_rollout * batch
-    decay = megatron.lr_decay_samples or (megatron.lr_decay_iters or 0) * batch or total
-    warmup = megatron.lr_warmup_samples or megatron.lr_warmup_iters * batch
-    if megatron.lr_warmup_fraction is not None:
-        warmup = int(megatron.lr_warmup_fraction * decay)
-    if warmup >= decay and megatron.lr_decay_style != "constant":
-        raise UserError(
-            f"the learning rate warms up for {warmup} samples but decays within {decay}",
-            why="the decay counts from the start of the run, warm-up included",
-            fix="lower --lr-warmup-iters, or raise --lr-decay-iters",
-        )
-    return warmup, max(decay, warmup + 1), total
+    return schedule_lengths(
+        num_rollout=num_rollout,
+        num_critic_only_steps=config.critic.num_critic_only_steps,
+        num_steps_per_rollout=config.train.num_steps_per_rollout,
+        global_batch_size=config.train.global_batch_size,
+        lr_decay_style=megatron.lr_decay_style,
+        lr_decay_iters=megatron.lr_decay_iters,
+        lr_decay_samples=megatron.lr_decay_samples,
+        lr_warmup_iters=megatron.lr_warmup_iters,
+        lr_warmup_samples=megatron.lr_warmup_samples,
+        lr_warmup_fraction=megatron.lr_warmup_fraction,
+        lr_wsd_decay_iters=megatron.lr_wsd_decay_iters,
+    )
 
 
 @contextmanager
