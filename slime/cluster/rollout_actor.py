@@ -23,7 +23,7 @@ from slime.cluster.waiting import NamedActor, Process, Watch, this_process, wait
 from slime.config.config import Config
 from slime.engines import keys
 from slime.engines.keys import RunKeys
-from slime.log import get_logger, log_to_file_only, untold
+from slime.log import get_logger, log_to_file_only, tell, untold
 from slime.observe.run_folder import RunFolder
 from slime.processes.children import end_children
 from slime.processes.footprint import Footprint
@@ -376,16 +376,22 @@ class RolloutActor:
         self._written.append(self._writer.submit(write, *arguments))
 
     async def _wait_until_recorded(self) -> None:
-        """Wait until everything is written.
-
-        Raises:
-            OSError: something could not be written.
-        """
+        """Wait until everything is written. A failure costs the record, not the run."""
         pending = self._written
         self._written = []
         for one in pending:
-            written = asyncio.wrap_future(one)
-            await written
+            try:
+                await asyncio.wrap_future(one)
+            except Exception as problem:  # a full disk, or a user's value whose repr raises
+                problem_type = type(problem).__name__
+                tell(
+                    logger,
+                    "samples or traces are missing in %s, the run goes on without them: %s: %s",
+                    self.run_path,
+                    problem_type,
+                    problem,
+                    once=f"not recorded {problem_type}",
+                )
 
     async def close(self) -> None:
         if self.loop is not None:

@@ -207,7 +207,12 @@ class Session:
         """Log the metrics of the step that has ended, and an evaluation that has."""
         if metrics:
             metrics |= self.cluster.pop_metrics() | of_this_host()
-            self.sinks.log(self.step, metrics)
+            try:
+                self._reclaim_folder()
+                self.sinks.log(self.step, metrics)
+            except UserError:  # the disk of the run folder is full; that of --save may have room
+                self._save_before_failing()
+                raise
         if self._last_trained is not None:
             is_over = self.step >= self.schedule.num_rollout
             self.profiling.step_begins(self.step, is_over=is_over)
@@ -220,6 +225,23 @@ class Session:
         background = self._background_evaluation
         if background is not None and background.evaluating.ends_within(0.0):
             self.finish_evaluation()
+
+    def _reclaim_folder(self) -> None:
+        if self.run.reclaim(self.config, self._locks):
+            logger.warning(
+                "%s was moved or removed during the run, and is made again; what it held so far "
+                "is missing in it",
+                self.run.path,
+            )
+
+    def _save_before_failing(self) -> None:
+        last = self._last_trained
+        if last is None or not self.saving.keeps or self.saving.last == last:
+            return
+        try:
+            self.save(last)
+        except UserError as problem:
+            logger.error("rollout %d is lost: %s", last, problem)
 
     @property
     def _tracks_staleness(self) -> bool:
