@@ -23,6 +23,7 @@ from slime.cluster.waiting import NamedActor, Process, Watch, this_process, wait
 from slime.config.config import Config
 from slime.engines import keys
 from slime.engines.keys import RunKeys
+from slime.errors import UserError
 from slime.log import get_logger, log_to_file_only, tell, untold
 from slime.observe.run_folder import RunFolder
 from slime.processes.children import end_children
@@ -83,6 +84,7 @@ class RolloutActor:
         remember(checked)
         self._groups_of: dict[int, list[int]] = {}
         self._under_way: dict[int, asyncio.Task[RolloutResult]] = {}
+        self._given_up: set[int] = set()
         self.loop: Any = None  # a `RolloutLoop`, from `connect` on
         self._footprint = Footprint()
         self._writer = ThreadPoolExecutor(1, "writer")  # of samples, and training data beside them
@@ -167,19 +169,31 @@ class RolloutActor:
             versions: weight versions that its samples may have.
         Returns:
             None if the rollout was given up.
+        Raises:
+            UserError: a user's function has cancelled it.
         """
         task = asyncio.ensure_future(self._generate(rollout_id, layout, versions))
         self._under_way[rollout_id] = task
         try:
             return await task
         except asyncio.CancelledError:
+            if rollout_id not in self._given_up:
+                raise UserError(
+                    f"rollout {rollout_id} was cancelled",
+                    why="a function of yours cancels tasks that are not its own, such as all of "
+                    "asyncio.all_tasks()",
+                    fix="cancel only the tasks that it has made",
+                ) from None
             return None
         finally:
+            task.cancel()
+            self._given_up.discard(rollout_id)
             del self._under_way[rollout_id]
 
     async def give_up(self, rollout_id: int) -> None:
         """Cancel a rollout; its finished samples stay in the journal."""
         if task := self._under_way.get(rollout_id):
+            self._given_up.add(rollout_id)
             task.cancel()
             await asyncio.wait([task])
 
