@@ -266,11 +266,13 @@ class RolloutActor:
             batch.recorded = recorded
         return [ray.put(batch) for batch in batches]
 
-    async def evaluate(self, rollout_id: int) -> dict[str, float]:
-        """Evaluate the engines' weights; return metrics ``eval/…``."""
-        # asked now, because a rollout may end before this evaluation does
-        is_first = not self.recorder.has_rollouts
-        name = self.recorder.evaluation_name(rollout_id)
+    async def evaluate(self, rollout_id: int, is_first: bool) -> dict[str, float]:
+        """Evaluate the engines' weights; return metrics ``eval/…``.
+
+        Args:
+            is_first: it comes before any training; its files are named ``eval_start``.
+        """
+        name = "eval_start" if is_first else f"eval_{rollout_id:06d}"
         output = await self.loop.evaluate(rollout_id, before_training=is_first)
         self._record(self.recorder.record_evaluation, name, rollout_id, output.data)
         return dict(output.metrics or {})
@@ -481,9 +483,9 @@ class RolloutHandle:
         begin = self._actor.load_dump if self._loads_dump else self._actor.generate
         return begin.remote(rollout_id, layout, versions)
 
-    def begin_evaluation(self, rollout_id: int) -> ray.ObjectRef:
+    def begin_evaluation(self, rollout_id: int, is_first: bool) -> ray.ObjectRef:
         """Return a ref to metrics ``eval/…``."""
-        return self._actor.evaluate.remote(rollout_id)
+        return self._actor.evaluate.remote(rollout_id, is_first)
 
     def held_out(self, layout: TrainLayout) -> list[ray.ObjectRef]:
         """Return the held-out pairs, one shard per data-parallel rank."""

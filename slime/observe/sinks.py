@@ -143,6 +143,11 @@ class Sinks:
         rows = read_metrics(self._run.metrics_path)
         return [row for row in rows if row.get("stage") == self._run.stage]
 
+    def lacks_evaluation(self, step: int) -> bool:
+        """Tell whether a step is logged, and no evaluation of it."""
+        rows = [row for row in self._logged() if row["step"] == step]
+        return bool(rows) and not any(name.startswith("eval/") for row in rows for name in row)
+
     def _tell_of_a_new_start(self) -> None:
         """Say what of an earlier process of this run is lost, because no checkpoint has it."""
         done = [row for row in self._logged() if _is_step(row)]

@@ -358,6 +358,13 @@ class Session:
         self.cluster.pop_metrics()
         logger.warning("going on with rollout %d", first)
 
+    @property
+    def lacks_evaluation(self) -> bool:
+        """Whether the step of the checkpoint that was loaded was to be evaluated, and the run ended
+        before the evaluation did."""
+        step = self.schedule.start_rollout_id
+        return step > 0 and self.schedule.evaluates(step - 1) and self.sinks.lacks_evaluation(step)
+
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Evaluate the engines' weights; return metrics ``eval/…``.
 
@@ -367,16 +374,20 @@ class Session:
         if self.cluster.is_sequential or self.step >= self.schedule.num_rollout:
             with self.sinks.phase("evaluate"):
                 metrics = self.cluster.evaluate_preferences()
-                evaluating = self.cluster.begin_evaluation(rollout_id)
+                evaluating = self._begin_evaluation(rollout_id)
                 if evaluating is not None:
                     metrics |= self.cluster.collect_evaluation(evaluating)
                 return metrics
-        evaluating = self.cluster.begin_evaluation(rollout_id)
+        evaluating = self._begin_evaluation(rollout_id)
         self._background_evaluation = None
         if evaluating is not None:
             version = self.staleness.version
             self._background_evaluation = _BackgroundEvaluation(self.step, version, evaluating)
         return {}
+
+    def _begin_evaluation(self, rollout_id: int) -> Generating | None:
+        is_first = self.step == 0 or self.schedule.num_rollout == 0
+        return self.cluster.begin_evaluation(rollout_id, is_first=is_first)
 
     def finish_evaluation(self) -> None:
         """Wait for a background evaluation, and log it under the step whose weights it scored."""
