@@ -56,6 +56,8 @@ def train_on(session: Session) -> None:
     schedule = session.schedule
     if schedule.evaluates_first:
         session.log(session.evaluate(rollout_id=0))
+    elif session.lacks_evaluation:
+        session.log(session.evaluate(schedule.start_rollout_id - 1))
 
     ahead = session.config.sync.async_buffer_size
     to_start = deque(schedule.rollout_ids)

@@ -513,5 +513,10 @@ class Redacting:
     def writelines(self, lines: Iterable[str]) -> None:
         self.write("".join(lines))
 
+    def close(self) -> None:
+        """Flush: users' code that closes the process's stdout or stderr would make each log line
+        an error."""
+        self._stream.flush()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

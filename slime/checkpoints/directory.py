@@ -182,7 +182,7 @@ def is_leftover(name: str) -> bool:
 def is_saved(root: Path, iteration: int) -> bool:
     """Return whether the save of ``iteration`` is complete, and it is not being saved again."""
     final = root / iteration_name(iteration)
-    return read_tracker(root) == iteration and not partial_path(final).exists()
+    return _tracked_if_readable(root) == iteration and not partial_path(final).exists()
 
 
 @dataclass(frozen=True)

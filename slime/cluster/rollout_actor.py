@@ -23,7 +23,8 @@ from slime.cluster.waiting import NamedActor, Process, Watch, this_process, wait
 from slime.config.config import Config
 from slime.engines import keys
 from slime.engines.keys import RunKeys
-from slime.log import get_logger, log_to_file_only, untold
+from slime.errors import UserError
+from slime.log import get_logger, log_to_file_only, tell, untold
 from slime.observe.run_folder import RunFolder
 from slime.processes.children import end_children
 from slime.processes.footprint import Footprint
@@ -83,6 +84,7 @@ class RolloutActor:
         remember(checked)
         self._groups_of: dict[int, list[int]] = {}
         self._under_way: dict[int, asyncio.Task[RolloutResult]] = {}
+        self._given_up: set[int] = set()
         self.loop: Any = None  # a `RolloutLoop`, from `connect` on
         self._footprint = Footprint()
         self._writer = ThreadPoolExecutor(1, "writer")  # of samples, and training data beside them
@@ -167,19 +169,31 @@ class RolloutActor:
             versions: weight versions that its samples may have.
         Returns:
             None if the rollout was given up.
+        Raises:
+            UserError: a user's function has cancelled it.
         """
         task = asyncio.ensure_future(self._generate(rollout_id, layout, versions))
         self._under_way[rollout_id] = task
         try:
             return await task
         except asyncio.CancelledError:
+            if rollout_id not in self._given_up:
+                raise UserError(
+                    f"rollout {rollout_id} was cancelled",
+                    why="a function of yours cancels tasks that are not its own, such as all of "
+                    "asyncio.all_tasks()",
+                    fix="cancel only the tasks that it has made",
+                ) from None
             return None
         finally:
+            task.cancel()
+            self._given_up.discard(rollout_id)
             del self._under_way[rollout_id]
 
     async def give_up(self, rollout_id: int) -> None:
         """Cancel a rollout; its finished samples stay in the journal."""
         if task := self._under_way.get(rollout_id):
+            self._given_up.add(rollout_id)
             task.cancel()
             await asyncio.wait([task])
 
@@ -252,11 +266,13 @@ class RolloutActor:
             batch.recorded = recorded
         return [ray.put(batch) for batch in batches]
 
-    async def evaluate(self, rollout_id: int) -> dict[str, float]:
-        """Evaluate the engines' weights; return metrics ``eval/…``."""
-        # asked now, because a rollout may end before this evaluation does
-        is_first = not self.recorder.has_rollouts
-        name = self.recorder.evaluation_name(rollout_id)
+    async def evaluate(self, rollout_id: int, is_first: bool) -> dict[str, float]:
+        """Evaluate the engines' weights; return metrics ``eval/…``.
+
+        Args:
+            is_first: it comes before any training; its files are named ``eval_start``.
+        """
+        name = "eval_start" if is_first else f"eval_{rollout_id:06d}"
         output = await self.loop.evaluate(rollout_id, before_training=is_first)
         self._record(self.recorder.record_evaluation, name, rollout_id, output.data)
         return dict(output.metrics or {})
@@ -374,16 +390,22 @@ class RolloutActor:
         self._written.append(self._writer.submit(write, *arguments))
 
     async def _wait_until_recorded(self) -> None:
-        """Wait until everything is written.
-
-        Raises:
-            OSError: something could not be written.
-        """
+        """Wait until everything is written. A failure costs the record, not the run."""
         pending = self._written
         self._written = []
         for one in pending:
-            written = asyncio.wrap_future(one)
-            await written
+            try:
+                await asyncio.wrap_future(one)
+            except Exception as problem:  # a full disk, or a user's value whose repr raises
+                problem_type = type(problem).__name__
+                tell(
+                    logger,
+                    "samples or traces are missing in %s, the run goes on without them: %s: %s",
+                    self.run_path,
+                    problem_type,
+                    problem,
+                    once=f"not recorded {problem_type}",
+                )
 
     async def close(self) -> None:
         if self.loop is not None:
@@ -459,9 +481,9 @@ class RolloutHandle:
         begin = self._actor.load_dump if self._loads_dump else self._actor.generate
         return begin.remote(rollout_id, layout, versions)
 
-    def begin_evaluation(self, rollout_id: int) -> ray.ObjectRef:
+    def begin_evaluation(self, rollout_id: int, is_first: bool) -> ray.ObjectRef:
         """Return a ref to metrics ``eval/…``."""
-        return self._actor.evaluate.remote(rollout_id)
+        return self._actor.evaluate.remote(rollout_id, is_first)
 
     def held_out(self, layout: TrainLayout) -> list[ray.ObjectRef]:
         """Return the held-out pairs, one shard per data-parallel rank."""

@@ -484,12 +484,17 @@ class Cluster:
         rollout.keep_references(tokens)
         return metrics
 
-    def begin_evaluation(self, rollout_id: int) -> Generating | None:
-        """Start an evaluation of the engines' weights; None if there is nothing to evaluate."""
+    def begin_evaluation(self, rollout_id: int, *, is_first: bool) -> Generating | None:
+        """Start an evaluation of the engines' weights; None if there is nothing to evaluate.
+
+        Args:
+            is_first: it comes before any training, not after that on ``rollout_id``.
+        """
         if self._engines is None or not has_evaluation(self.config):
             return None
         require_launched(self._weights).wake_engines()
-        return Generating(rollout_id, require_launched(self._rollout).begin_evaluation(rollout_id))
+        rollout = require_launched(self._rollout)
+        return Generating(rollout_id, rollout.begin_evaluation(rollout_id, is_first))
 
     def collect_evaluation(self, evaluating: Generating) -> dict[str, float]:
         """Wait for an evaluation and return its metrics ``eval/…``.

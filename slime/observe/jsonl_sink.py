@@ -3,6 +3,7 @@ steps."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -10,8 +11,11 @@ from typing import Any
 
 from slime.errors import UserError
 from slime.files import dump_line, write_atomically
+from slime.log import get_logger
 from slime.observe.run_data import read_metrics
 from slime.observe.run_folder import RunFolder
+
+logger = get_logger(__name__)
 
 
 def metrics_row(step: int, metrics: dict[str, float], stage: str | None) -> dict[str, Any]:
@@ -47,9 +51,27 @@ class JsonlSink:
         self._run = run
         self._path = run.metrics_path
         self._remove_cut_line()
-        self._file = os.open(
-            self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644
+        self._file = self._open()
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def _follow(self, step: int) -> None:
+        """Open the file again if it was removed or moved during the run."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._file), self._path.stat()):
+                return
+        logger.warning(
+            "%s is not the file that this run writes to any more, which is %s now: steps from %d "
+            "on are in a new one",
+            self._path,
+            os.readlink(f"/proc/self/fd/{self._file}"),
+            step,
         )
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        new = self._open()
+        os.close(self._file)
+        self._file = new
 
     def _remove_cut_line(self) -> None:
         if not self._path.exists():
@@ -60,13 +82,16 @@ class JsonlSink:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         line = dump_line(metrics_row(step, metrics, self._run.stage))
-        size = os.fstat(self._file).st_size
+        size = None
         try:
+            self._follow(step)
+            size = os.fstat(self._file).st_size
             written = os.write(self._file, line)
             if written < len(line):  # the disk is full: write again, to get the error
                 os.write(self._file, line[written:])
         except OSError as error:
-            os.ftruncate(self._file, size)
+            if size is not None:
+                os.ftruncate(self._file, size)
             raise UserError(
                 f"cannot write step {step} to {self._path}",
                 why=error.strerror or str(error),
@@ -91,7 +116,7 @@ class JsonlSink:
         )
         write_atomically(self._path, b"".join(map(dump_line, kept)))
         os.close(self._file)
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._file = self._open()
 
     def close(self) -> None:
         os.close(self._file)

@@ -254,8 +254,6 @@ class Recorder:
             and `segments`.
         max_samples: maximum training samples per rollout, and maximum evaluation samples per data
             set; 0 records none.
-    Attributes:
-        has_rollouts: whether a rollout was recorded; before, evaluations are ``eval_start``.
     """
 
     def __init__(
@@ -273,12 +271,10 @@ class Recorder:
         self._max_samples = max_samples
         self._tracing = config.observe.trace
         self._num_failures: Counter[int | None] = Counter()
-        self.has_rollouts = False
         set_tracing(self._tracing)
 
     def record_rollout(self, rollout_id: int, groups: Sequence[Group]) -> None:
         """Write the samples of rollout `rollout_id`, and its timeline."""
-        self.has_rollouts = True
         # if the rollout is repeated, this file is outdated
         (self._run.samples / trained_name(rollout_id)).unlink(missing_ok=True)
         kept = spread(groups, self._max_samples) if self._max_samples else []
@@ -348,11 +344,6 @@ class Recorder:
         if lines:
             write_atomically(self._run.samples / trained_name(rollout_id), b"".join(lines))
 
-    def evaluation_name(self, rollout_id: int) -> str:
-        """Return the file name of an evaluation that begins now, after training on ``rollout_id``;
-        ``eval_start`` before any rollout."""
-        return f"eval_{rollout_id:06d}" if self.has_rollouts else "eval_start"
-
     def record_evaluation(
         self, name: str, rollout_id: int, data: Mapping[str, Mapping[str, Any]]
     ) -> None:
@@ -360,7 +351,7 @@ class Recorder:
         `slime.user_code.hooks.RolloutFnEvalOutput`.
 
         Args:
-            name: the result of `evaluation_name` when the evaluation began.
+            name: of the file, without its suffix.
         """
         extras = []
         lists = []

@@ -164,13 +164,35 @@ class RunFolder:
             try:
                 if run.config_path.exists() and run.config_path.stat().st_size:
                     run._keep_config()
-                config.save(run.config_path)
-                run._keep_config()
-                run.logs.mkdir(exist_ok=True)
-                run.set_state("running")
+                run._begin(config)
             except OSError as error:
                 raise _cannot_write(run.path, error) from error
             return run, locks.pop_all()
+
+    def _begin(self, config: Config) -> None:
+        config.save(self.config_path)
+        self._keep_config()
+        self.logs.mkdir(exist_ok=True)
+        self.set_state("running")
+
+    def reclaim(self, config: Config, locks: ExitStack) -> bool:
+        """Make the folder, and that of ``--save``, again if somebody has removed or moved them
+        during the run: the run can then be resumed, and no other one may write there.
+
+        Args:
+            locks: from `claim`; gets the new locks.
+        Returns:
+            Whether the run folder was made again.
+        """
+        is_gone = not (self.path / ".lock").exists()
+        if is_gone:
+            locks.enter_context(self.lock())
+            self._begin(config)
+            self.set_state("launched")
+        save = config.checkpoint.save
+        if save is not None and not Path(save, ".lock").exists():
+            locks.enter_context(lock_folder(Path(save)))
+        return is_gone
 
     def lock(self) -> AbstractContextManager[None]:
         """Lock the folder against all other processes. Only the holder of the lock may change the

@@ -20,13 +20,14 @@ Example (what a driver does):
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 
+from slime.errors import UserError
 from slime.log import get_logger
 from slime.observe.alarms import AlarmWatch
 from slime.observe.chrome_trace import add_phases
@@ -68,6 +69,11 @@ def _is_step(metrics: Mapping[str, Any]) -> bool:
 
 def _named_seconds(times: Mapping[str, float]) -> float:
     return sum(phase_seconds(times).values())
+
+
+def _name(sink: Sink) -> str:
+    """Name a sink for messages: "Wandb", "TensorBoard"."""
+    return type(sink).__name__.removesuffix("Sink")
 
 
 class Sinks:
@@ -126,8 +132,7 @@ class Sinks:
         self._console.begin(first_step, total_steps, launch_seconds)
         logged = self._logged()
         if saved and not any(row["step"] == first_step and _is_step(row) for row in logged):
-            for sink in self._sinks:
-                sink.log(first_step, saved)
+            self._send(first_step, saved)
             logged.append(metrics_row(first_step, saved, self._run.stage))
         self._alarms = AlarmWatch(logged, self._flags)
         self._timer.forget_all_but("launch")
@@ -137,6 +142,11 @@ class Sinks:
     def _logged(self) -> list[dict[str, Any]]:
         rows = read_metrics(self._run.metrics_path)
         return [row for row in rows if row.get("stage") == self._run.stage]
+
+    def lacks_evaluation(self, step: int) -> bool:
+        """Tell whether a step is logged, and no evaluation of it."""
+        rows = [row for row in self._logged() if row["step"] == step]
+        return bool(rows) and not any(name.startswith("eval/") for row in rows for name in row)
 
     def _tell_of_a_new_start(self) -> None:
         """Say what of an earlier process of this run is lost, because no checkpoint has it."""
@@ -155,7 +165,8 @@ class Sinks:
     def rewind(self, next_step: int) -> None:
         """Drop this stage's rows from `next_step` on; `begin` calls this."""
         for sink in self._sinks:
-            sink.rewind(next_step)
+            with self._tolerated(f"repeated steps stay in {_name(sink)}"):
+                sink.rewind(next_step)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -198,15 +209,15 @@ class Sinks:
         self._step_start = end
         alarms, alarm_metrics = self._alarms.look(metrics_row(step, merged, self._run.stage))
         merged |= alarm_metrics
-        for sink in self._sinks:
-            sink.log(step, merged)
+        self._send(step, merged)
         for alarm in alarms:
             self._console.alarm(alarm)
         if is_step:
             phases = self._timer.pop_events()
             # the rollout has ended, so its trace is complete and can be extended (or created)
             if self._tracing:
-                add_phases(self._run.trace / f"rollout_{step - 1:06d}.json", phases)
+                with self._tolerated(f"step {step} has no phases of the driver in its trace"):
+                    add_phases(self._run.trace / f"rollout_{step - 1:06d}.json", phases)
         self._log_seconds += now() - end
 
     def _timed_step(
@@ -238,8 +249,23 @@ class Sinks:
         merge the rows of a step. It has no phase times, and its alarms are raised with the next
         step."""
         self._alarms.add(metrics_row(step, dict(metrics), self._run.stage))
+        self._send(step, dict(metrics))
+
+    def _send(self, step: int, metrics: dict[str, float]) -> None:
         for sink in self._sinks:
-            sink.log(step, dict(metrics))
+            with self._tolerated(f"step {step} is not in {_name(sink)}"):
+                sink.log(step, metrics)
+
+    @contextmanager
+    def _tolerated(self, what: str) -> Iterator[None]:
+        """Log a failure in the block, which then does not end the run: a tracker whose service has
+        died, a full disk. A failure of ``metrics.jsonl``, a `UserError`, does."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as problem:
+            logger.warning("%s: %s: %s", what, type(problem).__name__, problem)
 
     def closing_lines(self, most: int) -> list[str]:
         """Return at most ``most`` alarms of the ended run, most serious first, as the last lines on
@@ -259,16 +285,13 @@ class Sinks:
             return
         sinks = self._sinks
         self._sinks = []
-        ends: list[Callable[[], None]] = [sink.close for sink in sinks]
         if self._run.state() != "failed":  # else `RunFolder.write_crash` has set it
             # first, because the process may be killed during W&B's long upload
-            ends.insert(0, lambda: self._run.set_state(state))
-        for end in ends:
-            try:
-                end()
-            # a full disk may have ended the run: do not replace that error
-            except OSError as problem:
-                logger.error("could not finish the run folder: %s", problem)
+            with self._tolerated("run.json does not say how the run ended"):
+                self._run.set_state(state)
+        for sink in sinks:
+            with self._tolerated(f"{_name(sink)} was not closed properly"):
+                sink.close()
 
     def __enter__(self) -> Sinks:
         return self

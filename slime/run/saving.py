@@ -197,8 +197,13 @@ class Saving:
     # -- what to resume from -----------------------------------------------------------------------
 
     def newest(self) -> Path | None:
-        """Return the newest complete checkpoint, also of an earlier launch."""
-        return newest_whole(Path(self._flags.save)) if self._flags.save else None
+        """Return the newest complete checkpoint, also of an earlier launch; None if there is none,
+        or its folder has become unreadable."""
+        try:
+            return newest_whole(Path(self._flags.save)) if self._flags.save else None
+        except UserError as problem:  # must not replace the error that ends the run
+            logger.error("%s", problem.in_brief)
+            return None
 
     def resume_hint(self) -> str:
         """Say how to resume a failed run; "" if it saves no checkpoints."""
@@ -207,7 +212,7 @@ class Saving:
         if root is None or not self._cluster.has_trainers:
             return ""
         if newest is None:
-            return f"there is no whole checkpoint in {root} yet"
+            return f"there is no whole checkpoint in {root}"
         return (
             f"newest whole checkpoint: {newest}; to go on from it: {slime_command()} resume "
             f"{self._run.path}"

@@ -207,7 +207,12 @@ class Session:
         """Log the metrics of the step that has ended, and an evaluation that has."""
         if metrics:
             metrics |= self.cluster.pop_metrics() | of_this_host()
-            self.sinks.log(self.step, metrics)
+            try:
+                self._reclaim_folder()
+                self.sinks.log(self.step, metrics)
+            except UserError:  # the disk of the run folder is full; that of --save may have room
+                self._save_before_failing()
+                raise
         if self._last_trained is not None:
             is_over = self.step >= self.schedule.num_rollout
             self.profiling.step_begins(self.step, is_over=is_over)
@@ -220,6 +225,23 @@ class Session:
         background = self._background_evaluation
         if background is not None and background.evaluating.ends_within(0.0):
             self.finish_evaluation()
+
+    def _reclaim_folder(self) -> None:
+        if self.run.reclaim(self.config, self._locks):
+            logger.warning(
+                "%s was moved or removed during the run, and is made again; what it held so far "
+                "is missing in it",
+                self.run.path,
+            )
+
+    def _save_before_failing(self) -> None:
+        last = self._last_trained
+        if last is None or not self.saving.keeps or self.saving.last == last:
+            return
+        try:
+            self.save(last)
+        except UserError as problem:
+            logger.error("rollout %d is lost: %s", last, problem)
 
     @property
     def _tracks_staleness(self) -> bool:
@@ -336,6 +358,13 @@ class Session:
         self.cluster.pop_metrics()
         logger.warning("going on with rollout %d", first)
 
+    @property
+    def lacks_evaluation(self) -> bool:
+        """Whether the step of the checkpoint that was loaded was to be evaluated, and the run ended
+        before the evaluation did."""
+        step = self.schedule.start_rollout_id
+        return step > 0 and self.schedule.evaluates(step - 1) and self.sinks.lacks_evaluation(step)
+
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Evaluate the engines' weights; return metrics ``eval/…``.
 
@@ -345,16 +374,20 @@ class Session:
         if self.cluster.is_sequential or self.step >= self.schedule.num_rollout:
             with self.sinks.phase("evaluate"):
                 metrics = self.cluster.evaluate_preferences()
-                evaluating = self.cluster.begin_evaluation(rollout_id)
+                evaluating = self._begin_evaluation(rollout_id)
                 if evaluating is not None:
                     metrics |= self.cluster.collect_evaluation(evaluating)
                 return metrics
-        evaluating = self.cluster.begin_evaluation(rollout_id)
+        evaluating = self._begin_evaluation(rollout_id)
         self._background_evaluation = None
         if evaluating is not None:
             version = self.staleness.version
             self._background_evaluation = _BackgroundEvaluation(self.step, version, evaluating)
         return {}
+
+    def _begin_evaluation(self, rollout_id: int) -> Generating | None:
+        is_first = self.step == 0 or self.schedule.num_rollout == 0
+        return self.cluster.begin_evaluation(rollout_id, is_first=is_first)
 
     def finish_evaluation(self) -> None:
         """Wait for a background evaluation, and log it under the step whose weights it scored."""

@@ -274,7 +274,8 @@ class WatchedLoop:
 
     Args:
         limit: returns the seconds after which blocking code is ended.
-        lost: called in another thread, with a message, if the blocking code cannot be ended.
+        lost: called in another thread, with a message, if the blocking code cannot be ended, or
+            the loop was stopped.
     """
 
     def __init__(
@@ -293,6 +294,7 @@ class WatchedLoop:
     def _began(self) -> None:
         self._answered = True
         self._blocked = 0.0
+        self._stopped = 0.0
         self._next = deadlines.USER_CALLS_BLOCKED
         self._ended = False
 
@@ -309,8 +311,13 @@ class WatchedLoop:
         """Check the loop, in the overseer's thread, ``seconds`` after the last check."""
         if self.loop.is_closed():
             return self.stop()
-        if not self.loop.is_running():  # it cannot answer
-            return self._began()
+        if not self.loop.is_running():  # its owner may run it again
+            before = self._stopped
+            self._began()
+            self._stopped = before + seconds
+            if before < deadlines.USER_CALLS_CANCEL <= self._stopped:
+                self._lost("the event loop was stopped, by users' code that called loop.stop()")
+            return None
         if self._answered:
             self._began()
             self._answered = False

@@ -2,6 +2,10 @@
 
     working directory       relative paths of the run's own files would lead elsewhere
     signal handlers         those of the run stop it cleanly; an alarm that is set would kill it
+    resource limits         those set to guard one call would hit all that the process does next
+    umask                   others, or this user, could not read the run's files
+    stdout and stderr       contextlib.redirect_stdout in overlapping calls leaves the wrong one
+    logging.disable         the run's own warnings would be missing
     torch's defaults        dtype, device, gradients: training would compute otherwise
     torch's random numbers  a seed set at each call would repeat the same dropout
 
@@ -14,12 +18,15 @@ before.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import resource
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slime.log import get_logger, tell
@@ -56,6 +63,37 @@ def _set_handlers(handlers: tuple[Any, ...]) -> None:
 def _set_alarm(is_set: bool) -> None:
     if not is_set:
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+_LIMITS = (
+    resource.RLIMIT_AS,
+    resource.RLIMIT_CPU,
+    resource.RLIMIT_DATA,
+    resource.RLIMIT_FSIZE,
+    resource.RLIMIT_NOFILE,
+    resource.RLIMIT_NPROC,
+    resource.RLIMIT_STACK,
+)
+
+
+def _set_limits(limits: tuple[tuple[int, int], ...]) -> None:
+    for number, (soft, hard) in zip(_LIMITS, limits):
+        if resource.getrlimit(number) != (soft, hard):
+            try:
+                resource.setrlimit(number, (soft, hard))
+            except ValueError:  # only root may raise a hard limit
+                most = resource.getrlimit(number)[1]
+                resource.setrlimit(number, (most, most))
+
+
+def _umask() -> int:
+    """Return the mask without setting it, as `os.umask` would."""
+    status = Path("/proc/self/status").read_bytes()
+    return int(status.partition(b"Umask:")[2].split(maxsplit=1)[0], 8)
+
+
+def _set_streams(streams: tuple[Any, Any]) -> None:
+    sys.stdout, sys.stderr = streams
 
 
 def _environment() -> dict[bytes, bytes]:
@@ -104,6 +142,25 @@ _PARTS = (
         "leave signal.alarm out, and give what may hang a deadline",
         lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0,
         _set_alarm,
+    ),
+    SharedPart(
+        "a resource limit",
+        "run what needs one in a subprocess",
+        lambda: tuple(map(resource.getrlimit, _LIMITS)),
+        _set_limits,
+    ),
+    SharedPart("the umask", "use os.chmod", _umask, os.umask),
+    SharedPart(
+        "sys.stdout or sys.stderr",
+        "leave contextlib.redirect_stdout out: calls overlap",
+        lambda: (sys.stdout, sys.stderr),
+        _set_streams,
+    ),
+    SharedPart(
+        "logging.disable",
+        "set the level of a logger",
+        lambda: logging.root.manager.disable,
+        logging.disable,
     ),
 )
 _TORCH_PARTS = (

@@ -50,9 +50,10 @@ class Cluster:
         self.done: list[str] = []
         self.version = self.begun = 0
         self.evaluating: Evaluating | None = None
+        self.after: list[int | None] = []  # the rollouts after which evaluations were begun
 
     def launch(self) -> Launch:
-        return Launch(0, 0, {}, {})
+        return Launch(self.starts_at, 0, {}, {})
 
     def pop_metrics(self) -> dict[str, float]:
         return {}
@@ -84,11 +85,12 @@ class Cluster:
     def save(self, rollout_id: int, pushed: Any, metrics: Any) -> None:
         self.done.append(f"save {rollout_id}")
 
-    def begin_evaluation(self, rollout_id: int) -> Evaluating:
+    def begin_evaluation(self, rollout_id: int, *, is_first: bool) -> Evaluating:
         assert self.evaluating is None
         self.evaluating = Evaluating(self.begun, self.looks)
         self.begun += 1
         self.done.append(f"evaluate {self.evaluating.number}")
+        self.after.append(None if is_first else rollout_id)
         return self.evaluating
 
     def collect_evaluation(self, evaluating: Evaluating) -> dict[str, float]:
@@ -106,7 +108,9 @@ class Cluster:
     def describe_unresponsive(self) -> str:
         return ""
 
-    restarts_at = 0
+    def close(self, *, politely: bool) -> None: ...
+
+    restarts_at = starts_at = 0
 
 
 Make = Callable[..., Any]
@@ -118,7 +122,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     second rollout."""
     made = []
 
-    def session(cluster: Cluster, **flags: Any) -> module.Session:
+    def session(cluster: Cluster, *, resuming: bool = False, **flags: Any) -> module.Session:
         monkeypatch.setattr(module, "Cluster", lambda *_, **__: cluster)
         monkeypatch.setattr(module, "setup_logging", lambda *_, **__: None)
         given = {
@@ -135,7 +139,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         }
         made.append(
             module.Session(
-                make_config(rollout_batch_size=1, **given), StopSignals(), resuming=False
+                make_config(rollout_batch_size=1, **given), StopSignals(), resuming=resuming
             )
         )
         made[-1].launch()
@@ -283,3 +287,37 @@ def test_a_stop_while_it_is_waited_for_leaves_the_step_to_be_logged(make: Make) 
         train_on(session)
     session.leave()
     assert [row["step"] for row in rows(session)] == [1]
+
+
+@pytest.mark.parametrize("stopped_at", [1, 2, 3])
+@pytest.mark.parametrize("take_turns", [True, False])
+def test_an_evaluation_that_a_stop_cut_short_is_made_up_for(
+    make: Make, stopped_at: int, take_turns: bool
+) -> None:
+    """The last one, too, with whose step the run is finished; once."""
+    step = 2 * stopped_at
+    cluster = Cluster(take_turns=take_turns)
+    session = make(cluster)
+    collect = cluster.collect_evaluation
+
+    def stopped(evaluating: Evaluating) -> dict[str, float]:
+        if evaluating.number == stopped_at:
+            raise StopRequested("evaluating")
+        return collect(evaluating)
+
+    cluster.collect_evaluation = stopped  # type: ignore[method-assign]
+    with pytest.raises(StopRequested):
+        train_on(session)
+    if session.step == step:
+        session.log(session._unlogged_metrics)
+    session.close()
+    assert step not in evaluated(session)
+    for is_owed in (True, False):
+        again = Cluster(take_turns=take_turns)
+        again.starts_at = step
+        session = make(again, resuming=True)
+        train_on(session)
+        session.finish()
+        session.close()
+        assert (again.after[:1] == [step - 1]) == is_owed
+        assert set(evaluated(session)) == set(ALL)

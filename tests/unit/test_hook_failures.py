@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from slime.cluster.rollout_actor import RolloutActor
 from slime.config import make_config
 from slime.errors import UserError
 from slime.files import read_lines
@@ -25,7 +26,8 @@ from slime.observe.recorder import Recorder
 from slime.rollout.generate import generate
 from slime.rollout.loop import RolloutLoop
 from slime.rollout.validate_generate_output import check_values
-from slime.samples.types import Sample
+from slime.samples.batch import TrainLayout
+from slime.samples.types import ANY_VERSION, Sample
 from slime.user_code.hooks import DataSource, RolloutFnTrainOutput
 from slime.user_code.loading import FunctionHangs
 from tests.support.fake_engine import FakeEngine
@@ -499,3 +501,28 @@ def test_tokens_that_the_model_does_not_have() -> None:
     ) as caught:
         check_values(sample, "mine", 31, None)
     assert "the model has 31 tokens" in caught.value.what
+
+
+@pytest.mark.parametrize("is_given_up", [True, False])
+def test_code_that_cancels_all_tasks_is_told(is_given_up: bool) -> None:
+    actor = object.__new__(RolloutActor)
+    actor._under_way = {}
+    actor._given_up = set()
+    actor._generate = lambda *_: asyncio.sleep(600)
+
+    async def main() -> Any:
+        generating = asyncio.create_task(actor.generate(4, TrainLayout(), ANY_VERSION))
+        while not actor._under_way:
+            await asyncio.sleep(0)
+        if is_given_up:
+            await actor.give_up(4)
+        else:
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+        return await generating
+
+    if is_given_up:
+        assert asyncio.run(main()) is None
+    else:
+        with pytest.raises(UserError, match="rollout 4 was cancelled"):
+            asyncio.run(main())

@@ -25,6 +25,7 @@ class Session:
         self.config = SimpleNamespace(sync=SimpleNamespace(async_buffer_size=0))
         self.saving = SimpleNamespace(is_due=lambda rollout_id: rollout_id % 2 == 1)
         self.done: list[str] = []
+        self.lacks_evaluation = False
 
     @property
     def schedule(self) -> Any:

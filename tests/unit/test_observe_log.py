@@ -89,3 +89,19 @@ def test_what_is_told_waits_for_whoever_has_a_terminal(capsys: pytest.CaptureFix
     assert untold() == ["100 %"], (
         "another run says it again, and text without arguments is no format"
     )
+
+
+def test_code_that_closes_stderr_does_not_make_log_lines_errors(tmp_path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+from slime.log import get_logger, log_to_file_only
+log_to_file_only("rollout", Path(sys.argv[1]))
+sys.stdout.close()
+sys.stderr.close()
+print("printed later")
+get_logger("rewards").warning("logged later")
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=60)
+    said = (tmp_path / "rollout.log").read_text()
+    assert "printed later" in said and "rewards: logged later" in said

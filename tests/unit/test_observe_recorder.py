@@ -218,10 +218,9 @@ def test_evaluations_before_and_after_training_are_kept_apart(
     recorder: Recorder, tmp_path: Path
 ) -> None:
     data = {"aime": {"rewards": [1.0], "truncated": [0], "samples": groups(1, 1)[0].samples}}
-    first = recorder.evaluation_name(0)
-    recorder.record_rollout(0, groups(1, 1))  # while the first one goes on
-    recorder.record_evaluation(first, 0, data)
-    recorder.record_evaluation(recorder.evaluation_name(0), 0, data)
+    recorder.record_rollout(0, groups(1, 1))
+    recorder.record_evaluation("eval_start", 0, data)
+    recorder.record_evaluation("eval_000000", 0, data)
     folder = tmp_path / "r" / "samples" / "rl"
     assert sorted(p.name for p in folder.iterdir()) == [
         "eval_000000.jsonl",

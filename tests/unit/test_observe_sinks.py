@@ -401,6 +401,60 @@ def test_a_full_disk_at_the_end_does_not_hide_why_the_run_ends(
         raise KeyError("the reason")
 
 
+class DeadSink:
+    """A tracker whose service has died."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        raise ConnectionResetError("Connection lost")
+
+    def rewind(self, next_step: int) -> None:
+        raise ConnectionResetError("Connection lost")
+
+    def close(self) -> None:
+        raise ConnectionResetError("Connection lost")
+
+
+def test_a_tracker_that_dies_and_a_trace_that_is_damaged_do_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_for(tmp_path)
+    run = create_run(config)
+    sinks = Sinks(config, run, quiet(), more=[DeadSink()])
+    sinks.begin(0, 4)
+    run.trace.mkdir()
+    (run.trace / "rollout_000000.json").write_text('{"traceEvents": [')
+    with sinks.phase("rollout"):
+        pass
+    sinks.log(1, {"train/loss": 1.0})
+    sinks.log_late(1, {"eval/a": 0.5})
+    sinks.close("finished")
+    assert [row["step"] for row in rows_of(run)] == [1, 1] and run.state() == "finished"
+    for said in ("step 1 is not in Dead: Conn", "in its trace", "Dead was not closed properly"):
+        assert said in caplog.text
+
+
+@pytest.mark.parametrize("goes", ["removed", "moved", "replaced"])
+def test_steps_are_logged_though_the_file_goes_during_the_run(
+    tmp_path: Path, goes: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = create_run(config_for(tmp_path))
+    sink = JsonlSink(run)
+    sink.log(1, {"train/loss": 2.0})
+    moved = tmp_path / "elsewhere"
+    run.path.rename(moved)
+    if goes == "removed":
+        (moved / "metrics.jsonl").unlink()
+    elif goes == "replaced":  # an editor, or rsync
+        run.path.mkdir()
+        run.metrics_path.write_bytes((moved / "metrics.jsonl").read_bytes())
+    sink.log(2, {"train/loss": 3.0})
+    sink.log(3, {"train/loss": 3.0})
+    sink.close()
+    assert [row["step"] for row in rows_of(run)] == ([1] if goes == "replaced" else []) + [2, 3]
+    assert caplog.text.count("steps from 2 on are in a new one") == 1
+    assert ("elsewhere" in caplog.text) == (goes != "removed") or "(deleted)" in caplog.text
+
+
 def test_tensorboard_reads_every_scalar_without_torch(tmp_path: Path) -> None:
     config = config_for(tmp_path)
     run = create_run(config)

@@ -158,6 +158,26 @@ def test_what_is_not_finished_goes_and_the_one_before_is_named(
     )
 
 
+@pytest.mark.parametrize("gone", ["the folder", "the tracker"])
+def test_checkpoints_out_of_reach_do_not_replace_the_error(
+    gone: str, run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "checkpoints"
+
+    def breaks(is_saved: Callable[[], bool]) -> None:
+        if gone == "the folder":  # the file system of the target was unmounted
+            root.rename(tmp_path / "elsewhere")
+            root.symlink_to("/nowhere/at/all")
+        else:
+            (root / "latest_checkpointed_iteration.txt").write_text("x")
+        assert not is_saved()
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        run(ZeroDivisionError(), breaks)
+    assert "details: " in "".join(caught.value.__notes__)
+    assert ("does not exist" in caplog.text) == (gone == "the folder")
+
+
 def test_ctrl_c_waits_too_and_a_second_one_does_not(
     run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,6 +247,40 @@ def test_a_run_that_was_killed_before_its_model_was_written_makes_up_for_it(
     assert {path.parent for path in folder.rglob("*.safetensors")} == (
         {folder / expected} if expected else set()
     )
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_steps_are_saved_before_a_run_ends_that_cannot_log_them(
+    has_room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """The disk of the run folder is full, that of --save may not be."""
+    root = tmp_path / "checkpoints"
+    monkeypatch.setattr(module, "setup_logging", lambda *_, **__: None)
+    trainers = Trainers(root, lambda _: None)
+    monkeypatch.setattr(module, "Cluster", lambda *_, **__: trainers)
+
+    def save(rollout_id: int, pushed: Any, metrics: dict[str, float]) -> None:
+        if not has_room:
+            raise UserError("no room for the checkpoint")
+        assert metrics == {"train/loss": 1.0}
+        complete(root, rollout_id)
+
+    trainers.save = save
+    given = {"save": str(root), "num_rollout": 9, "output_dir": str(tmp_path), "run_name": "run"}
+    config = make_config(rollout_batch_size=1, use_tensorboard=False, **given)
+    session = module.Session(config, StopSignals(), resuming=False)
+    session.saving.begin()
+    session.note_trained(3, {"train/loss": 1.0})
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="cannot write step 4"):
+        patch.setattr("slime.observe.jsonl_sink.os.write", full)
+        session.log({"train/loss": 1.0})
+    session.close()
+    assert (session.saving.newest() is not None) == has_room
+    assert ("rollout 3 is lost: no room" in caplog.text) == (not has_room)
 
 
 def test_the_last_lines_of_two_steps_without_contrast_say_so(

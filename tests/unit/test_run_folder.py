@@ -168,6 +168,23 @@ def claim_in_turn(launches: list[dict[str, Any]], folder: Path) -> None:
         locks.close()
 
 
+@pytest.mark.parametrize("goes", ["run", "run/kept", None])
+def test_what_is_removed_during_a_run_is_made_and_locked_again(
+    goes: str | None, tmp_path: Path
+) -> None:
+    config = config_for(tmp_path, "run", save=str(tmp_path / "run" / "kept"))
+    run, locks = RunFolder.claim(config)
+    with locks:
+        if goes:
+            (tmp_path / goes).rename(tmp_path / "moved")
+        assert run.reclaim(config, locks) == (goes == "run")
+        assert run.config() == config and run.state() == "running"
+        for other in ({"name": "run"}, {"name": "other", "save": config.checkpoint.save}):
+            with pytest.raises(UserError, match="another process is writing to"):
+                RunFolder.claim(config_for(tmp_path, **other), resuming=True)
+        assert not run.reclaim(config, locks)
+
+
 def test_a_look_at_the_lock_refuses_no_launch(tmp_path: Path) -> None:
     run = create_run(config_for(tmp_path))
     with (run.path / ".lock").open() as file:

@@ -76,6 +76,8 @@ class Session:
         self.staleness.pushed(self.staleness.version + 1, self.step)
         return {}
 
+    lacks_evaluation = False
+
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         return {}
 

@@ -256,6 +256,29 @@ def test_whoever_owns_the_loop_is_told_of_what_cannot_be_ended() -> None:
     assert "mine blocks the event loop and cannot be ended" in told[0] and "gate.wait()" in told[0]
 
 
+def test_whoever_owns_the_loop_is_told_once_that_it_was_stopped() -> None:
+    """By a function of the user's: nobody is answered any more."""
+    told: list[str] = []
+    loop = asyncio.new_event_loop()
+
+    async def main() -> None:
+        watch = watch_loop(loop, lambda: 60.0, told.append)
+        for _ in range(20):
+            watch.check(1.0)
+        assert not told, "it runs"
+        loop.stop()
+
+    task = loop.create_task(main())
+    loop.run_forever()
+    assert task.done()
+    watch = user_calls._overseer.loops[loop]
+    for _ in range(20):
+        watch.check(1.0)
+    watch.stop()
+    loop.close()
+    assert told == ["the event loop was stopped, by users' code that called loop.stop()"]
+
+
 def test_our_own_code_is_named_and_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     async def works() -> str:
         wait_until(lambda: "something blocks the event loop" in caplog.text, "it is named")

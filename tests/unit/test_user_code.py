@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import io
+import logging
 import os
 import pickle
+import resource
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -266,6 +270,15 @@ LEFT_BEHIND: dict[str, tuple[Callable[[], Any], str]] = {
         "torch's precision of matrix products",
     ),
     "seed": (lambda: torch.manual_seed(5), "torch's seed"),
+    "limit": (
+        lambda: resource.setrlimit(
+            resource.RLIMIT_FSIZE, (1 << 40, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+        ),
+        "a resource limit",
+    ),
+    "umask": (lambda: os.umask(0o777), "the umask"),
+    "stdout": (lambda: setattr(sys, "stdout", io.StringIO()), "sys.stdout or sys.stderr"),
+    "logging": (lambda: logging.disable(logging.DEBUG), "logging.disable"),
 }
 
 
@@ -280,6 +293,10 @@ def state_of_process() -> list[Any]:
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
         torch.get_rng_state().tolist(),
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        process_state._umask(),
+        sys.stdout,
+        logging.root.manager.disable,
     ]
 
 
