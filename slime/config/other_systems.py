@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from slime.config.data import read_table
 
-
 #: Last parts of dotted names that say nothing without the parts before them.
 _GENERIC = frozenset(
     ("enable", "enabled", "format", "len", "metric_name", "mode", "name", "num_workers", "path")
