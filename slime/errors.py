@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,13 +111,29 @@ def with_article(name: str) -> str:
     return f"{'an' if is_vowel else 'a'} {name}"
 
 
-def contents_of(folder: Path) -> str:
-    """List the first names in a folder for a message; "nothing" if there are none."""
+def contents_of(folder: Path, like: str = "") -> str:
+    """List the first names in a folder for a message, those similar to ``like`` before the others;
+    "nothing" if there are none."""
     try:
         names = sorted(entry.name for entry in folder.iterdir())
     except OSError:
         names = []
+    near = difflib.get_close_matches(like, names)
+    names = [*near, *(name for name in names if name not in near)]
     return first_few(names, 10) or "nothing"
+
+
+def in_place_of(missing: Path) -> str:
+    """Say for a message what the folder has in which a file or folder is missing."""
+    gone = missing
+    while not gone.parent.is_dir() and gone.parent != gone:
+        gone = gone.parent
+    folder = gone.parent
+    if gone.exists():
+        return f"{gone} is a file"
+    where = "the current folder" if folder == Path() else folder
+    there = f"{where} has: {contents_of(folder, like=gone.name)}"
+    return there if gone == missing else f"there is no {gone}; {there}"
 
 
 class RunFailed(UserError):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,7 +91,7 @@ def resolve_load(config: Config, corrupt: Sequence[Damage] = ()) -> LoadPlan:
     if root is not None and not resumable and not root.exists():
         raise _no_weights_error(root, "--load")
     if not resumable and flags.save is not None:
-        _refuse_foreign_save(Path(flags.save))
+        _refuse_foreign_save(Path(flags.save), config)
     if root is None:
         return _plan_fresh_start(config, "no --load")
     if resumable and step is None and has_checkpoints(root):
@@ -422,15 +423,19 @@ def _pick_iteration(
     return path, None if wanted == RELEASE else int(wanted)
 
 
-def _refuse_foreign_save(root: Path) -> None:
+def _refuse_foreign_save(root: Path, config: Config) -> None:
     """Refuse a --save directory with another run's checkpoints, if the run does not resume."""
     saved = saved_iterations(root)
     if saved:
+        run = shlex.quote(str(Path(config.observe.output_dir, config.observe.run_name)))
+        is_default = config.origins["save"].startswith("derived")
         raise UserError(
-            f"--save {root} already holds checkpoints of another run",
+            f"{'' if is_default else '--save '}{root} already holds checkpoints of another run",
             why=f"the iterations there: {', '.join(map(str, saved[-8:]))}; this run would "
             "overwrite or remove them",
-            fix=f"pass --load {root} too, to resume it, or another --save",
+            fix=f"pass another --run-name, or continue that run: slime resume {run}"
+            if is_default
+            else f"pass --load {root} too, to resume it, or another --save",
         )
 
 

@@ -11,16 +11,14 @@ from pathlib import Path
 
 from slime.checkpoints.load_plan import LoadPlan, resolve_load
 from slime.config.config import Config
-from slime.errors import UserError
+from slime.errors import UserError, several
 from slime.memory.check import judge
 from slime.memory.hardware import device_memory
 from slime.memory.micro_batches import packing_line, with_token_limit
 from slime.memory.plan import MemoryPlan, table
 from slime.placement import PlacementPlan
-from slime.prompts.dataset_folders import EVALUATION
-from slime.prompts.readers import iter_rows
 from slime.prompts.tokenizer import has_tokenizer
-from slime.rollout.eval_datasets import eval_datasets
+from slime.rollout.validate_rows import data_errors
 from slime.run import preflight
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")
@@ -34,7 +32,10 @@ def dry_run(config: Config) -> None:
         UserError: a check fails that a launch runs too, or the run does not fit into memory.
     """
     config = preflight.from_the_hub(config)
-    load = resolve_load(config)
+    try:
+        load = resolve_load(config)
+    except UserError as error:
+        raise several([error, *data_errors(config)]) from error
     preflight.check_architecture(config)
     config = with_token_limit(config)
     print(config.describe())
@@ -76,7 +77,7 @@ def _checks(config: Config, load: LoadPlan) -> list[str]:
         preflight.check_teachers(config)
     else:
         remarks.append(f"the tokenizer is missing in {folder}: prompts were not rendered")
-        remarks += _elsewhere("prompts", _first_rows, config)
+        remarks += [f"prompts: {error.in_brief}" for error in data_errors(config)]
     for what, check in (
         ("engines", preflight.check_engine),
         ("external engines", preflight.check_external_engines),
@@ -86,14 +87,6 @@ def _checks(config: Config, load: LoadPlan) -> list[str]:
     ):
         remarks += _elsewhere(what, check, config)
     return remarks
-
-
-def _first_rows(config: Config) -> None:
-    """Read the first row of each data file."""
-    if config.data.prompt_data is not None:
-        next(iter_rows(config.data.prompt_data), None)
-    for dataset in eval_datasets(config):
-        next(iter_rows(dataset.path, EVALUATION), None)
 
 
 def _elsewhere(what: str, check: Callable[[Config], None], config: Config) -> list[str]:

@@ -12,6 +12,12 @@ from dataclasses import dataclass
 
 from slime.config.data import read_table
 
+#: Last parts of dotted names that say nothing without the parts before them.
+_GENERIC = frozenset(
+    ("enable", "enabled", "format", "len", "metric_name", "mode", "name", "num_workers", "path")
+    + ("seed", "shuffle", "target", "type")
+)
+
 
 @dataclass(frozen=True)
 class OtherName:
@@ -59,7 +65,7 @@ def _by_last_part() -> dict[str, OtherName]:
     table: dict[str, OtherName] = {}
     for name, row in _by_name().items():
         last = name.rpartition(".")[2]
-        if len(last) > 1:
+        if len(last) > 1 and (last == name or last not in _GENERIC):
             table.setdefault(last, row)
     return table
 

@@ -24,7 +24,8 @@ from slime.errors import UserError
 #: A setting of Hydra: actor_rollout_ref.actor.optim.lr=1e-6, +data.x=1
 _HYDRA = re.compile(
     r"[+~]{0,2}(?:actor_rollout_ref|data|algorithm|trainer|critic|reward_model|policy|loss_fn|grpo|"
-    r"cluster|checkpointing|custom_reward_function|ray_kwargs|global_profiler)\.[\w./@]+=.*",
+    r"cluster|checkpointing|custom_reward_function|ray_kwargs|global_profiler|env|logger|sft|dpo)"
+    r"\.[\w./@]+=.*",
     re.DOTALL,
 )
 #: A flag behind one dash, or behind those that word processors make of two.
@@ -211,7 +212,9 @@ def _stray(word: str) -> UserError:
     if meant is not None:
         fix = meant.text
     elif equals and own in spellings():
+        spec = spellings()[own].spec
         fix = f"write --{own}" if value.lower() == "true" else f"write --{own} {value}"
+        fix = spec.meta.refused if spec is not None and spec.meta.refused else fix
     elif is_hydra:
         fix = f"`slime flags {name.rpartition('.')[2]}` searches the flags"
     if fix:

@@ -7,6 +7,7 @@ log become findings with the same words, so that no check exists twice.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -87,6 +88,16 @@ class CheckedRun:
         return self._tokenizer
 
 
+def _words(text: str) -> set[str]:
+    """The words of ``text`` that carry meaning: flags, names of files, and words of four letters or
+    more."""
+    return {word for word in re.findall(r"[\w*./-]*\w", text.lower()) if len(word) > 3}
+
+
+def _is_said(words: set[str], said: set[str]) -> bool:
+    return len(words & said) >= 0.7 * len(words)
+
+
 @dataclass
 class CheckFindings:
     """The findings of one check.
@@ -114,9 +125,12 @@ class CheckFindings:
         is_fatal: bool = True,
         error: UserError | None = None,
     ) -> None:
-        """Add a finding of the trouble ``name``, with ``remedies`` before the trouble's own."""
+        """Add a finding of the trouble ``name``, with ``remedies`` before those of the trouble that
+        they do not repeat."""
         trouble = TROUBLES[name]
-        advice = (*remedies, *trouble.remedies) if remedies else ()
+        said = _words(" ".join(remedies))
+        others = [one for one in trouble.remedies if not _is_said(_words(one), said)]
+        advice = (*remedies, *others) if remedies else ()
         finding = Finding(trouble, detail, advice, source, is_fatal, error)
         if finding not in self.all:
             self.all.append(finding)
@@ -187,6 +201,7 @@ class Check:
         trouble: default trouble of its errors, by name; see `CheckFindings`.
         after: this check is left out if one of these has failed or was left out.
         without_flags: the check can run even if the flags give no configuration.
+        otherwise: called in place of ``function`` where ``after`` leaves the check out.
     """
 
     name: str
@@ -194,3 +209,4 @@ class Check:
     trouble: str
     after: tuple[str, ...] = ()
     without_flags: bool = False
+    otherwise: Callable[[CheckedRun, CheckFindings], None] | None = None

@@ -28,6 +28,7 @@ from slime.prompts.row_format import RowFormat, read_prompt
 from slime.prompts.tokenizer import with_opening
 from slime.redact import Redacting
 from slime.rollout.rewards.pool import RewardPool
+from slime.rollout.validate_rows import data_errors
 from slime.run import preflight
 from slime.samples.types import Sample, SampleStatus
 from slime.user_code.hooks import RewardFunction
@@ -71,6 +72,13 @@ def data(case: CheckedRun, findings: CheckFindings) -> None:
         findings.launch_notes.append(line)
     if report.error is None:
         remember(report.checked)  # so that the rollout process does not check them again
+
+
+def first_rows(case: CheckedRun, findings: CheckFindings) -> None:
+    """Check what needs no tokenizer: that the data sets can be opened, and their first rows have
+    the columns that the flags name."""
+    for error in data_errors(case.run):
+        findings.add_error(error)
 
 
 def hooks(case: CheckedRun, findings: CheckFindings) -> None:

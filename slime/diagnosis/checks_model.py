@@ -58,6 +58,11 @@ def hub(case: CheckedRun, findings: CheckFindings) -> None:
 def directory(case: CheckedRun, findings: CheckFindings) -> None:
     """Check that the directory has a config.json of a known model family."""
     path = str(case.model)
+    if case.model.is_file():
+        raise UserError(
+            f"--hf-checkpoint {path} is a file",
+            fix=f"pass its folder: --hf-checkpoint {case.model.parent}",
+        )
     name = case.run.checkpoint.model_name
     family = family_of(path, name)
     family.model_spec(path)

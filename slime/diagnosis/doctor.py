@@ -40,7 +40,13 @@ CHECKS: tuple[Check, ...] = (
     Check("checkpoint", checks_model.checkpoint, "checkpoint", after=("model",)),
     Check("weights", checks_model.weights, "missing-shards", after=("quantisation",)),
     Check("tokenizer", checks_model.tokenizer, "tokenizer", after=("model",)),
-    Check("data", checks_data.data, "data-rows", after=("tokenizer",)),
+    Check(
+        "data",
+        checks_data.data,
+        "data-rows",
+        after=("tokenizer",),
+        otherwise=checks_data.first_rows,
+    ),
     Check("hooks", checks_data.hooks, "hook"),
     Check("reward", checks_data.reward, "reward-missing", after=("tokenizer",)),
     Check("outputs", checks_model.outputs, "folder"),
@@ -190,8 +196,7 @@ def _made(check: Check, case: CheckedRun, earlier: dict[str, CheckOutcome]) -> C
     findings = CheckFindings(check.trouble)
     state: State = "left out"
     try:
-        _require(check, case, earlier)
-        findings.attempt(check.function, case, findings)
+        _call(check, case, findings, earlier)
         state = "ok"
     except LeftOut as reason:
         findings.notes = [str(reason)]
@@ -221,6 +226,18 @@ def _made(check: Check, case: CheckedRun, earlier: dict[str, CheckOutcome]) -> C
         seconds,
         tuple(findings.launch_notes),
     )
+
+
+def _call(
+    check: Check, case: CheckedRun, findings: CheckFindings, earlier: dict[str, CheckOutcome]
+) -> None:
+    try:
+        _require(check, case, earlier)
+    except LeftOut:
+        if check.otherwise is not None and case.config is not None:
+            findings.attempt(check.otherwise, case, findings)
+        raise
+    findings.attempt(check.function, case, findings)
 
 
 def _require(check: Check, case: CheckedRun, earlier: dict[str, CheckOutcome]) -> None:

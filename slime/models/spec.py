@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from slime.errors import UserError, a_type, contents_of
+from slime.errors import UserError, a_type, in_place_of
 from slime.models.layouts import DeltaNetSizes
 from slime.models.vision import VisionSpec
 
@@ -370,12 +370,9 @@ def read_hf_config(source: HfConfig) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text())
     except FileNotFoundError as error:
-        folder = path.parent
         raise UserError(
             f"no model config at {path}",
-            why=f"the directory holds: {contents_of(folder)}"
-            if folder.is_dir()
-            else "no such directory",
+            why=in_place_of(path),
             fix="pass --hf-checkpoint with a Hugging Face model directory (config.json, "
             "*.safetensors, tokenizer), or org/name for a Hub model; no local path of that name "
             "may exist",

@@ -38,7 +38,7 @@ from slime.data_path import (
     split_name,
     split_slice,
 )
-from slime.errors import UserError, a_type, contents_of
+from slime.errors import UserError, a_type, in_place_of
 from slime.files import repeated_key
 from slime.prompts import dataset_folders
 from slime.prompts.arrow_rows import TableRows, iter_parquet, load_file
@@ -166,13 +166,9 @@ def _without_split(file: str, split: str | None) -> str:
 
 
 def _missing(file: str) -> UserError:
-    folder = Path(file).parent
-    why = f"there is no folder {folder}"
-    if folder.is_dir():
-        why = f"{folder} has: {contents_of(folder)}"
     return UserError(
         f"there is no data file '{file}'",
-        why=why,
+        why=in_place_of(Path(file)),
         fix="check the path; for a Hub data set pass org/name; no local path of that name may "
         "exist",
     )

@@ -223,7 +223,7 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
     Raises:
         RowProblem: a key is missing, a value has the wrong type, or the prompt is empty.
     """
-    _check_columns(row, form)
+    check_columns(row, form)
     if form.preference is not None:
         return _read_preference(row, form, form.preference, tokenizer)
     value = row[form.input_key]
@@ -279,7 +279,7 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
     return _with_images(found, row, form, parts)
 
 
-def _check_columns(row: dict[str, Any], form: RowFormat) -> None:
+def check_columns(row: dict[str, Any], form: RowFormat) -> None:
     """Check that a row has all columns that flags name.
 
     Raises:

@@ -66,9 +66,9 @@ def read_eval_prompts(dataset: EvalDataset, config: Config, tokenizer: Any) -> l
     return read_samples(dataset.path, eval_checker(dataset, config, tokenizer), EVALUATION)
 
 
-def eval_checker(dataset: EvalDataset, config: Config, tokenizer: Any) -> Checker:
-    """Return the checker of an evaluation set, which checks and measures each row as it is read."""
-    form = RowFormat(
+def eval_form(dataset: EvalDataset, config: Config) -> RowFormat:
+    """Return the columns of an evaluation set."""
+    return RowFormat(
         input_key=dataset.input_key,
         label_key=dataset.label_key,
         metadata_key=dataset.metadata_key,
@@ -87,6 +87,11 @@ def eval_checker(dataset: EvalDataset, config: Config, tokenizer: Any) -> Checke
         metadata_flag=_named_by("metadata_key", dataset, config),
         tool_flag=_named_by("tool_key", dataset, config),
     )
+
+
+def eval_checker(dataset: EvalDataset, config: Config, tokenizer: Any) -> Checker:
+    """Return the checker of an evaluation set, which checks and measures each row as it is read."""
+    form = eval_form(dataset, config)
     whole = config.eval.eval_max_context_len
     longest = context_limit(config.eval.eval_max_prompt_len, None if whole is None else whole - 1)
     limit_flags = "--eval-max-prompt-len or --eval-max-context-len"

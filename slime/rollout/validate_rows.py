@@ -30,6 +30,7 @@ import numpy as np
 from slime.config.config import Config
 from slime.documentation import doc_url
 from slime.errors import UserError
+from slime.hub import dataset_name
 from slime.log import get_logger
 from slime.models.context import model_context
 from slime.processes.host import without_working_directory
@@ -49,13 +50,19 @@ from slime.prompts.prepare import (
 from slime.prompts.problems import Problems, RowProblem, remark
 from slime.prompts.readers import Row, Rows, iter_rows, open_rows, split_slice
 from slime.prompts.reference_masks import mask_difference
-from slime.prompts.row_format import Prompt, check_label_key, left_out
+from slime.prompts.row_format import (
+    Prompt,
+    RowFormat,
+    check_columns,
+    check_label_key,
+    left_out,
+)
 from slime.prompts.sft_encoding import Encoded, TrainedSequence, with_answer
 from slime.prompts.source import prompt_checker, vocab_size_of_run
 from slime.prompts.tokenizer import tokenizer_for_checks
 from slime.prompts.unknown_tokens import UnknownTokens
 from slime.rollout.eval_datasets import EvalDataset, eval_datasets
-from slime.rollout.evaluate import eval_checker
+from slime.rollout.evaluate import eval_checker, eval_form
 from slime.rollout.preferences import PreferenceEncoder
 from slime.rollout.rewards.row_checks import RewardJudge
 from slime.rollout.sft import compared_rule, read_ahead, sft_encoding, sft_limits
@@ -74,11 +81,13 @@ class DataInput(NamedTuple):
 
     Attributes:
         splits: see `open_rows`.
+        form: the columns of its rows.
         make_checker, make_judge: functions of the tokenizer.
     """
 
     path: str
     splits: Sequence[str]
+    form: RowFormat
     make_checker: Callable[[Any], Checker]
     make_judge: Callable[[Any], RowJudge | None]
     is_streamed: bool = False
@@ -92,6 +101,7 @@ def data_inputs(config: Config) -> Iterator[DataInput]:
         yield DataInput(
             data.prompt_data,
             TRAINING,
+            RowFormat.of(config),
             checker,
             lambda tokenizer: data_judge(config, tokenizer) or RewardJudge.of_training(config),
             data.streaming_data,
@@ -99,11 +109,13 @@ def data_inputs(config: Config) -> Iterator[DataInput]:
     if held_out := config.preference.eval_preference_data:
         of_held_out = functools.partial(checker, path=held_out)
         of_pairs = functools.partial(PreferenceJudge, config)
-        yield DataInput(held_out, EVALUATION, of_held_out, of_pairs)
+        form = RowFormat.of(config, held_out)
+        yield DataInput(held_out, EVALUATION, form, of_held_out, of_pairs)
     for dataset in [] if config.eval.eval_function_path else eval_datasets(config):
         yield DataInput(
             dataset.path,
             EVALUATION,
+            eval_form(dataset, config),
             functools.partial(eval_checker, dataset, config),
             functools.partial(_evaluation_judge, dataset, config),
         )
@@ -176,6 +188,26 @@ def validate_data(config: Config, tokenizer: Any) -> DataReport:
         except UserError as error:
             report.errors.append(error)
     return report
+
+
+def data_errors(config: Config) -> list[UserError]:
+    """Find what needs no tokenizer: files that cannot be opened, columns that their first rows
+    lack, and missing labels. Data sets of the hub that are not downloaded are left out."""
+    errors: list[UserError] = []
+    _check_flags(config, errors)
+    for one in data_inputs(config):
+        if dataset_name(one.path):
+            continue
+        where = one.path
+        try:
+            if first := next(iter_rows(one.path, one.splits), None):
+                where = first[0]
+                check_columns(first[1], one.form)
+        except RowProblem as problem:
+            errors.append(problem.at(where))
+        except UserError as error:
+            errors.append(error)
+    return errors
 
 
 def _check_flags(config: Config, errors: list[UserError]) -> None:

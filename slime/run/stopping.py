@@ -184,6 +184,10 @@ class StopSignals:
         if not self.insists and (lost := self.unsaved_work()):
             self._asked.set()
             self._pending.set()
-            logger.warning("Ctrl-C: %s is saved first; press it again to leave without", lost)
+            logger.warning(
+                "Ctrl-C: %s is not saved yet; the run ends after the step under way and a save. "
+                "Press it again to leave without",
+                lost,
+            )
             return
         raise KeyboardInterrupt

@@ -313,6 +313,7 @@ def check_signature(fn: Any, protocol: type, path: str) -> None:
     try:
         signature.bind(*positional, **dict.fromkeys(keywords))
     except TypeError as error:
+        _check_names(signature, signature.parameters, positional, path)
         call = ", ".join(positional + [f"{name}=…" for name in keywords])
         raise UserError(
             f"'{path}' cannot be called as ({call})",
@@ -326,9 +327,17 @@ def check_signature(fn: Any, protocol: type, path: str) -> None:
 _FOREIGN = {
     "completions": "TRL",
     "completion_ids": "TRL",
+    "queries": "OpenRLHF",
     "prompts": "TRL",
     "solution_str": "verl",
     "ground_truth": "verl",
+}
+#: System → what a sample has in place of what its functions are given.
+_IN_A_SAMPLE = {
+    "TRL": "sample.response is one of the completions, and label and metadata are its columns",
+    "OpenRLHF": "sample.response is one of the queries without its prompt, sample.label its label",
+    "verl": "sample.response is the solution_str, sample.label the ground_truth, sample.metadata "
+    "the extra_info",
 }
 
 
@@ -349,13 +358,22 @@ def _check_order(signature: inspect.Signature, wanted: list[str], path: str) -> 
                 why=f"its '{name}' would be the {passed}: arguments are passed by position",
                 fix="put its parameters into this order",
             )
-        if name in _FOREIGN:
-            raise UserError(
-                call,
-                why=f"'{name}' is a parameter of {_FOREIGN[name]}'s functions, and would be the "
-                f"{passed}",
-                fix=f"take ({', '.join(wanted)}); a Sample has prompt, response and label",
-            )
+    _check_names(signature, names, wanted, path)
+
+
+def _check_names(
+    signature: inspect.Signature, names: Iterable[str], wanted: list[str], path: str
+) -> None:
+    """Refuse a function that has the parameters of another system's functions."""
+    name = next((name for name in names if name in _FOREIGN), "")
+    if not name:
+        return
+    system = _FOREIGN[name]
+    raise UserError(
+        f"'{path}' is called as ({', '.join(wanted)}), and its signature is {signature}",
+        why=f"'{name}' is a parameter of {system}'s functions, which are called otherwise",
+        fix=f"take ({', '.join(wanted)}): {_IN_A_SAMPLE[system]}",
+    )
 
 
 def check_class(cls: Any, base: type, path: str) -> None:

@@ -22,7 +22,7 @@ from slime.checkpoints.load_plan import (
     unused_reference,
     unused_schedule,
 )
-from slime.config import make_config
+from slime.config import make_config, parse_args
 from slime.errors import UserError
 from tests.support.checkpoint_dirs import complete
 
@@ -268,8 +268,21 @@ def test_changed_content_is_found(root: Path) -> None:
 
 def test_another_runs_checkpoints_are_not_overwritten(hf: Path, root: Path) -> None:
     complete(root, 5)
-    with pytest.raises(UserError, match="already holds checkpoints of another run"):
+    with pytest.raises(UserError, match=r"--save .* already holds checkpoints of another run"):
         plan_of(save=root, hf_checkpoint=hf)
+
+
+def test_a_run_name_that_is_taken_is_told_as_such(hf: Path, tmp_path: Path) -> None:
+    complete(tmp_path / "a run" / "checkpoints", 5)
+    with pytest.raises(UserError) as caught:
+        resolve_load(
+            parse_args(
+                ["--hf-checkpoint", str(hf), "--output-dir", str(tmp_path), "--run-name", "a run"]
+                + ["--num-rollout", "1", "--rm-type", "math", "--prompt-data", "rows.jsonl"]
+            )
+        )
+    assert "another --run-name" in caught.value.fix and "--save" not in str(caught.value)
+    assert caught.value.fix.endswith(f"slime resume '{tmp_path}/a run'")
 
 
 def test_a_load_that_is_not_there_is_named_before_the_runs_own_checkpoints(

@@ -72,6 +72,10 @@ def test_a_name_of_another_system_is_answered_from_the_table(
         ("+trainer.n_gpus_per_node=8", "--actor-num-gpus-per-node"),
         ("grpo.num_prompts_per_step=32", "--rollout-batch-size"),
         ("loss_fn.unheard_of=1", "slime flags unheard_of"),
+        ("policy.unheard_of.enabled=true", "slime flags enabled"),
+        ("actor_rollout_ref.rollout.name=vllm", "--rollout-engine"),
+        ("env.math.num_workers=8", "--rm-num-workers"),
+        ("data.num_workers=8", "use --num-data-workers"),
     ],
 )
 def test_settings_of_hydra_behind_a_flag_are_no_values_of_it(word: str, told: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.config import parse_args
+from slime.diagnosis.check import CheckFindings
 from slime.diagnosis.doctor import examine
 from slime.diagnosis.troubles import PLACES, Finding
 from slime.errors import UserError
@@ -160,6 +161,30 @@ def test_several_mistakes_are_told_at_once(world: World) -> None:
     words += " --input-key promt --custom-rm-path nowhere.reward --load nowhere"
     found = fatal(examine(argv(world, words)).findings)
     assert set(found) == {"flags-contradict", "context-length", "data-rows", "hook", "checkpoint"}
+
+
+def test_a_missing_model_hides_no_missing_data_and_no_missing_column(
+    world: World, tmp_path: Path
+) -> None:
+    (tmp_path / "train.jsonl").touch()
+    words = f"--hf-checkpoint ./nowhere/model --eval-prompt-data sums {tmp_path}/trian.jsonl"
+    report = examine(argv(world, f"{words} --input-key promt"))
+    found = fatal(report.findings)
+    assert set(found) == {"model-directory", "data-rows", "data-file"}
+    assert "have no key 'promt'" in found["data-rows"].detail
+    assert f"{tmp_path} has: train.jsonl" in found["data-file"].detail
+    assert {outcome.check.name: outcome.note for outcome in report.outcomes}["data"] == (
+        "after tokenizer"
+    )
+
+
+def test_a_remedy_is_told_once() -> None:
+    findings = CheckFindings("tokenizer")
+    findings.add(
+        "tokenizer", "", "copy tokenizer.json and tokenizer_config.json of the model into it"
+    )
+    findings.add("missing-shards", "", "name a complete model directory")
+    assert [len(finding.advice) for finding in findings.all] == [1, 2]
 
 
 def test_all_flags_that_cannot_be_read_are_told_at_once(world: World) -> None:

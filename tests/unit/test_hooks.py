@@ -136,6 +136,11 @@ def test_functions_that_fit(flag: str, fn: Any) -> None:
         ("custom_rm_path", lambda sample, args: 0, "its 'sample' would be the args"),
         ("custom_rm_path", lambda prompts, completions, **kwargs: 0, "a parameter of TRL's"),
         (
+            "custom_rm_path",
+            lambda data_source, solution_str, ground_truth, extra_info=None: 0,
+            "sample.response is the solution_str",
+        ),
+        (
             "custom_rollout_log_function_path",
             lambda args, rollout_id, samples, extra_metrics, rollout_time: None,
             "its 'args' would be the rollout_id",

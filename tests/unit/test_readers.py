@@ -262,6 +262,26 @@ def test_a_path_that_has_a_colon_is_taken_as_it_is(
         open_rows("C:rows.jsonl:test")
 
 
+@pytest.mark.parametrize(
+    ("missing", "told"),
+    [
+        ("data/trian.jsonl", "data has: train.jsonl, a.jsonl"),
+        ("dat/train.jsonl", "there is no dat; the current folder has: data"),
+        ("data/train.jsonl/a", "data/train.jsonl is a file"),
+    ],
+)
+def test_a_missing_file_is_told_with_what_its_folder_has(
+    missing: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    for name in ("a", "train"):
+        Path(f"data/{name}.jsonl").touch()
+    with pytest.raises(UserError) as caught:
+        open_rows(missing)
+    assert caught.value.why == told
+
+
 def test_parts_of_a_path() -> None:
     assert split_slice("a/b:test@[1:-2]") == ("a/b:test", slice(1, -2))
     assert split_name("a/b:test.easy") == ("a/b", "test.easy")

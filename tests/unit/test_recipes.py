@@ -123,7 +123,7 @@ def test_a_dry_run_tells_that_data_is_missing(
 ) -> None:
     monkeypatch.setenv("SLIME_NUM_GPUS", "4")
     assert main([*arguments(tmp_path, "4B on 4"), "--prompt-data", "nowhere.jsonl"]) == 0
-    assert "prompts: not on this machine: " in capsys.readouterr().out
+    assert "prompts: there is no data file 'nowhere.jsonl'" in capsys.readouterr().out
 
 
 def test_a_dry_run_needs_neither_torch_nor_ray(tmp_path: Path) -> None:
