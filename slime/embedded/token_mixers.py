@@ -231,7 +231,7 @@ class GatedDeltaNet:
         cache.rule[number, slots] = finals
         for span, old in zip(spans, before):
             new = mixed[span.offset : span.offset + span.count].t()
-            cache.conv[number, span.slot] = torch.cat([old, new], dim=1)[:, 1 - width :]
+            cache.conv[number, span.slot] = torch.cat([old, new], dim=1)[:, span.count :]
         return self._gated(output, gate)
 
     def _blocks(self, projected: torch.Tensor, states: StateRows, number: int) -> torch.Tensor:
@@ -272,7 +272,7 @@ class GatedDeltaNet:
             *self._heads(convolved), *self._gates(b, a), runs, state[None]
         )
         state.copy_(finals[0])
-        history.copy_(torch.cat([history, mixed[:count].t()], dim=1)[:, 1 - width :])
+        history.copy_(torch.cat([history, mixed[:count].t()], dim=1)[:, count:])
         filled_output = F.pad(output, (0, 0, 0, 0, 0, CHUNK - count))
         return self._gated(filled_output, gate)[:count]
 

@@ -28,9 +28,18 @@ def hybrid_spec(config: dict[str, Any], **extra: Any) -> ModelSpec:
 
     Raises:
         UserError: as `decoder_spec`; or the number of value heads is not a multiple of the number
-            of key heads, or fields on the kinds of layers contradict each other.
+            of key heads, the activation is not silu, or fields on the kinds of layers contradict
+            each other.
     """
     refuse(config, "attention_bias", "gated attention has no biases here")
+    if config.get("hidden_act", "silu") != "silu":
+        raise UserError(
+            f"the model's config.json sets hidden_act to {config['hidden_act']!r}, which cannot be "
+            "trained faithfully",
+            why="it is also the activation behind the convolution of gated delta nets, which is "
+            "silu in the trainer and the embedded engine",
+            fix="use the config.json that belongs to the weights",
+        )
     delta: dict[str, Any] = {
         key: int(config.get(key) or value) for key, value in _DELTA_DEFAULTS.items()
     }
