@@ -103,14 +103,9 @@ def run(name: str, folder: Path, steps: int, seed: int) -> list[dict[str, Any]]:
     own += ["--update-weights-in-flight"] if in_flight else []
     words = ["--hf-checkpoint", str(folder / "model"), "--prompt-data", str(folder / "train.jsonl")]
     words += [
-        "--input-key",
-        "prompt",
-        "--label-key",
-        "label",
-        "--rollout-shuffle",
-        "--rollout-max-response-len",
-        "6",
-    ]
+        "--input-key", "prompt", "--label-key", "label", "--rollout-shuffle",
+        "--rollout-max-response-len", "6"
+    ]  # fmt: skip
     words += [
         "--rollout-batch-size",
         str(PROMPTS),
@@ -122,13 +117,8 @@ def run(name: str, folder: Path, steps: int, seed: int) -> list[dict[str, Any]]:
     words += ["--num-steps-per-rollout", "1", "--num-rollout", str(num_rollouts(steps, ahead))]
     words += ["--lr", "3e-3", "--fp32", "--use-tis"]
     words += [
-        "--lr-decay-style",
-        "constant",
-        "--no-journal",
-        "--rollout-num-gpus",
-        "1",
-        "--no-colocate",
-    ]
+        "--lr-decay-style", "constant", "--no-journal", "--rollout-num-gpus", "1", "--no-colocate"
+    ]  # fmt: skip
     words += ["--custom-generate-function-path", "benchmarks.async_gain.generate_slowly"]
     words += ["--custom-megatron-before-train-step-hook-path", "benchmarks.async_gain.train_slowly"]
     words += ["--custom-rm-path", "benchmarks.async_gain.digit_share", "--rollout-seed", str(seed)]

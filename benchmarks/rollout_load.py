@@ -230,20 +230,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="directory of another tokenizer than one of 376 tokens")
-    parser.add_argument(
-        "--in-flight", type=int, default=2000, help="samples of a round, all at once"
-    )
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=100)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--reward", choices=("built-in", "sync", "async"), default="built-in")
-    parser.add_argument(
-        "--own-generate", action="store_true", help="a generate function of the user's around ours"
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--memory", action="store_true")
-    parser.add_argument("--profile", action="store_true")
+    add = parser.add_argument
+    add("--model", help="directory of another tokenizer than one of 376 tokens")
+    add("--in-flight", type=int, default=2000, help="samples of a round, all at once")
+    add("--group-size", type=int, default=8)
+    add("--prompt-tokens", type=int, default=100)
+    add("--new-tokens", type=int, default=64)
+    add("--reward", choices=("built-in", "sync", "async"), default="built-in")
+    add("--own-generate", action="store_true", help="a generate function of the user's around ours")
+    add("--rounds", type=int, default=5)
+    add("--memory", action="store_true")
+    add("--profile", action="store_true")
     asyncio.run(measure(parser.parse_args()))
 
 

@@ -35,21 +35,13 @@ def step_seconds(folder: Path, name: str, flags: list[str], steps: int) -> list[
 
     words = ["--hf-checkpoint", str(folder / "model"), "--prompt-data", str(folder / "train.jsonl")]
     words += [
-        "--input-key",
-        "prompt",
-        "--label-key",
-        "label",
-        "--custom-rm-path",
-        "recipes.arithmetic.reward",
-    ]
+        "--input-key", "prompt", "--label-key", "label",
+        "--custom-rm-path", "recipes.arithmetic.reward"
+    ]  # fmt: skip
     words += [
-        "--rollout-batch-size",
-        "16",
-        "--n-samples-per-prompt",
-        "8",
-        "--rollout-max-response-len",
-        "6",
-    ]
+        "--rollout-batch-size", "16", "--n-samples-per-prompt", "8",
+        "--rollout-max-response-len", "6"
+    ]  # fmt: skip
     words += [
         "--num-rollout",
         str(steps),

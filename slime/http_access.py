@@ -109,35 +109,12 @@ def foreign(headers: Mapping[str, str], *, on_loopback: bool) -> str:
 
 #: Routes of `slime serve` without --control-routes: generation, and information about the model.
 _INFERENCE = (
-    "/",
-    "/health",
-    "/health_generate",
-    "/ping",
-    "/metrics",
-    "/get_load",
-    "/v1/loads",
-    "/generate",
-    "/encode",
-    "/classify",
-    "/tokenize",
-    "/detokenize",
-    "/invocations",
-    "/model_info",
-    "/get_model_info",
-    "/server_info",
-    "/get_server_info",
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/embeddings",
-    "/v1/rerank",
-    "/v1/score",
-    "/v1/responses",
-    "/v1/classify",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-    "/v1/tokenize",
-    "/v1/detokenize",
-)
+    "/", "/health", "/health_generate", "/ping", "/metrics", "/get_load", "/v1/loads", "/generate",
+    "/encode", "/classify", "/tokenize", "/detokenize", "/invocations", "/model_info",
+    "/get_model_info", "/server_info", "/get_server_info", "/v1/chat/completions",
+    "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/responses", "/v1/classify",
+    "/v1/messages", "/v1/messages/count_tokens", "/v1/tokenize", "/v1/detokenize",
+)  # fmt: skip
 
 
 def is_inference(path: str) -> bool:

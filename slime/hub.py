@@ -89,7 +89,7 @@ def local_data(path: str, *, download: bool = True) -> str:
     name = dataset_name(path)
     if name is None:
         return path
-    copy = fetch_dataset(name) if download else _downloaded(name)
+    copy = fetch_dataset(name) if download else _downloaded(name, "dataset")
     return path if copy is None else f"{copy}{path.removeprefix(name)}"
 
 
@@ -117,13 +117,13 @@ def fetch_dataset(name: str) -> Path:
     return _fetch(name, "dataset", partial(snapshot_download, name, repo_type="dataset"))
 
 
-def _downloaded(name: str) -> Path | None:
-    """Return the local copy of a data set; None if there is none."""
+def _downloaded(name: str, kind: str) -> Path | None:
+    """Return the local copy of a model ("model") or data set ("dataset"); None if there is none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, repo_type="dataset", local_files_only=True))
+        return Path(snapshot_download(name, repo_type=kind, local_files_only=True))
     except LocalEntryNotFoundError:
         return None
 
@@ -135,15 +135,12 @@ def is_there(name: str, kind: str) -> bool:
     Raises:
         UserError: as `fetch_model`.
     """
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub import HfApi
 
-    try:
-        snapshot_download(name, repo_type=kind, local_files_only=True)
+    if _downloaded(name, kind) is not None:
         return True
-    except LocalEntryNotFoundError as error:
-        if why_not := _why_not_reached():
-            raise _not_here(name, kind, why_not) from error
+    if why_not := _why_not_reached():
+        raise _not_here(name, kind, why_not)
     with _hub_errors(name):
         HfApi().repo_info(name, repo_type=kind, timeout=deadlines.HUB_FIRST_ANSWER)
     return False

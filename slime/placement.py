@@ -106,13 +106,10 @@ class PlacementPlan:
 
 #: Settings that are valid only for a certain number of pipeline stages.
 _BY_STAGE = (
-    "pipeline_model_parallel_layout",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "microbatch_group_size_per_vp_stage",
-)
+    "pipeline_model_parallel_layout", "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage", "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split", "microbatch_group_size_per_vp_stage",
+)  # fmt: skip
 
 
 def critic_placed(config: Config) -> Config:

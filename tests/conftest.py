@@ -144,13 +144,8 @@ def run(
             "1e-2",
         ]
         base += [
-            "--lr-decay-style",
-            "constant",
-            "--weight-decay",
-            0,
-            "--rollout-max-context-len",
-            32,
-        ]
+            "--lr-decay-style", "constant", "--weight-decay", 0, "--rollout-max-context-len", 32
+        ]  # fmt: skip
         base += [
             "--use-dynamic-batch-size",
             "--max-tokens-per-gpu",

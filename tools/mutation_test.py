@@ -113,63 +113,24 @@ NEEDS_A_GPU = (
 _GPU_WORDS = ("is_cuda", "has_gpu", "has_kernels", "cuda", "deterministic", "flash")
 #: Calls that say something and compute nothing.
 _TALK = (
-    "UserError",
-    "FunctionFailed",
-    "NonFiniteTraining",
-    "logger",
-    "tell",
-    "warnings",
-    "print",
-    "described",
-    "named",
-    "cast",
-)
+    "UserError", "FunctionFailed", "NonFiniteTraining", "logger", "tell", "warnings", "print",
+    "described", "named", "cast",
+)  # fmt: skip
 #: Methods whose receiver may stand alone.
 _DROPPED_CALLS = (
-    "clamp",
-    "clamp_",
-    "clamp_min",
-    "clamp_max",
-    "abs",
-    "square",
-    "mul_",
-    "add_",
-    "neg_",
-    "detach",
-    "masked_fill",
-    "masked_fill_",
-    "flip",
-    "cumsum",
-    "float",
-    "double",
-    "log",
-    "exp",
-)
+    "clamp", "clamp_", "clamp_min", "clamp_max", "abs", "square", "mul_", "add_", "neg_", "detach",
+    "masked_fill", "masked_fill_", "flip", "cumsum", "float", "double", "log", "exp",
+)  # fmt: skip
 _NOT_MUTATED = ("__repr__", "__str__", "__post_init__")
 #: Imported once, before the first child is forked.
 _LIBRARIES = (
-    "torch",
-    "torch.distributed",
-    "numpy",
-    "pytest",
-    "hypothesis",
-    "orjson",
-    "xxhash",
-    "safetensors.torch",
-    "rich",
-    "transformers",
-    "transformers.models.qwen3",
-    "transformers.models.llama",
-    "aiohttp.web",
-    "psutil",
-    "yaml",
-    "megatron.core",
-    "megatron.core.optimizer",
-    "megatron.core.models.gpt",
-    "megatron.core.transformer.moe.moe_layer",
-    "megatron.core.pipeline_parallel",
+    "torch", "torch.distributed", "numpy", "pytest", "hypothesis", "orjson", "xxhash",
+    "safetensors.torch", "rich", "transformers", "transformers.models.qwen3",
+    "transformers.models.llama", "aiohttp.web", "psutil", "yaml", "megatron.core",
+    "megatron.core.optimizer", "megatron.core.models.gpt",
+    "megatron.core.transformer.moe.moe_layer", "megatron.core.pipeline_parallel",
     "megatron.core.dist_checkpointing",
-)
+)  # fmt: skip
 
 
 # -- what is changed -------------------------------------------------------------------------------
@@ -963,26 +924,19 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--named", action="store_true", help="only the patches of the table")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--named", action="store_true", help="only the patches of the table")
+    add(
         "--only", default="*", help="only mutations of files like this, or patches with such a name"
     )
-    parser.add_argument(
-        "--share", default="1/1", metavar="K/N", help="only every Nth mutation, from the Kth on"
-    )
-    parser.add_argument("--list", action="store_true", help="show the mutations and run nothing")
-    parser.add_argument("--seed", type=int, default=SEED, help="of the draw")
-    parser.add_argument(
-        "--seconds", type=float, help=f"of tests per mutation; {MOST_SECONDS:g} when left out"
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="begin no other mutation after so long"
-    )
-    parser.add_argument("--again", action="store_true", help="run also what has been killed before")
-    parser.add_argument(
-        "--show-tests", metavar="FILE", help="the test files that a mutation of FILE runs"
-    )
-    parser.add_argument("--json", type=Path, help="write the results here, too")
+    add("--share", default="1/1", metavar="K/N", help="only every Nth mutation, from the Kth on")
+    add("--list", action="store_true", help="show the mutations and run nothing")
+    add("--seed", type=int, default=SEED, help="of the draw")
+    add("--seconds", type=float, help=f"of tests per mutation; {MOST_SECONDS:g} when left out")
+    add("--minutes", type=float, default=math.inf, help="begin no other mutation after so long")
+    add("--again", action="store_true", help="run also what has been killed before")
+    add("--show-tests", metavar="FILE", help="the test files that a mutation of FILE runs")
+    add("--json", type=Path, help="write the results here, too")
     chosen = parser.parse_args(words)
     if chosen.show_tests:
         print(*surroundings(root, [chosen.show_tests])[chosen.show_tests].tests, sep="\n")

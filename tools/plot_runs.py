@@ -31,17 +31,9 @@ _RIGHT = 20
 _TOP = 58
 _BOTTOM = 44
 _COLOURS = (
-    "#0969da",
-    "#bc4c00",
-    "#1a7f37",
-    "#8250df",
-    "#cf222e",
-    "#57606a",
-    "#bf8700",
-    "#0b7285",
-    "#d63384",
-    "#000000",
-)
+    "#0969da", "#bc4c00", "#1a7f37", "#8250df", "#cf222e", "#57606a", "#bf8700", "#0b7285",
+    "#d63384", "#000000",
+)  # fmt: skip
 
 
 def read_points(path: Path, metric: str) -> Points:

@@ -65,14 +65,11 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "paths", nargs="*", default=["tests"], help="test files, or folders of them"
-    )
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="longest time of a file")
-    parser.add_argument("--jobs", type=int, default=1, help="files at a time")
-    parser.add_argument(
-        "--again", action="store_true", help="run also what has a result at this commit"
-    )
+    add = parser.add_argument
+    add("paths", nargs="*", default=["tests"], help="test files, or folders of them")
+    add("--minutes", type=float, default=MINUTES, help="longest time of a file")
+    add("--jobs", type=int, default=1, help="files at a time")
+    add("--again", action="store_true", help="run also what has a result at this commit")
     chosen = parser.parse_args(words)
     commit, state = _sources(root)
     files = sorted(

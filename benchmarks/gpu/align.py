@@ -48,15 +48,9 @@ _QUESTIONS = (
     "Count to ten in {}.",
 )
 _PLACES = (
-    "France",
-    "the moon",
-    "Peru",
-    "a small town by the sea",
-    "Kenya",
-    "the old library",
-    "Norway",
+    "France", "the moon", "Peru", "a small town by the sea", "Kenya", "the old library", "Norway",
     "a farm",
-)
+)  # fmt: skip
 _PENALTY = 1.3
 _OTHER_BASE = 10_000.0
 

@@ -53,13 +53,10 @@ _MOST_DRIFT = 1.25
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = new_run_parser(__doc__, prompts=16, samples=8, new_tokens=256, steps=40)
-    parser.add_argument(
-        "--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="async needs another GPU"
-    )
-    parser.add_argument(
-        "--interval", type=float, default=1.0, help="seconds between looks at memory"
-    )
-    parser.add_argument("--settle", type=int, default=10, help="steps before the fits begin")
+    add = parser.add_argument
+    add("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="async needs another GPU")
+    add("--interval", type=float, default=1.0, help="seconds between looks at memory")
+    add("--settle", type=int, default=10, help="steps before the fits begin")
     return parser.parse_args(argv)
 
 

@@ -193,40 +193,33 @@ def prepare(args: argparse.Namespace, folder: Path) -> None:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = new_run_parser(__doc__, prompts=64, samples=8, new_tokens=1024, steps=5)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--warm-up", type=int, default=2, help="steps that do not count")
-    parser.add_argument(
-        "--attention", default="flash_attention_4", help="TRL's: transformers' name of it"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--cases", nargs="+", choices=CASES, default=list(CASES))
+    add("--warm-up", type=int, default=2, help="steps that do not count")
+    add("--attention", default="flash_attention_4", help="TRL's: transformers' name of it")
+    add(
         "--trl-python",
         default=sys.executable,
         help="the Python of TRL's environment (default: this one)",
     )
-    parser.add_argument(
+    add(
         "--trl-samples",
         type=int,
         default=32,
         help="of a micro-batch of TRL (default: 32: at Qwen3-0.6B's shape and 1,156 tokens each, "
         "about 80 GB of activations beside 10 GB of states; 64 would not fit)",
     )
-    parser.add_argument(
-        "--trl-memory", type=float, default=0.7, help="share of the GPU for TRL's vLLM"
-    )
-    parser.add_argument(
+    add("--trl-memory", type=float, default=0.7, help="share of the GPU for TRL's vLLM")
+    add(
         "--trl-dtype",
         choices=["float32", "bfloat16"],
         default="float32",
         help="of TRL's weights, and so of its optimizer",
     )
-    parser.add_argument(
-        "--trl-more", default="{}", help="more arguments of GRPOConfig, as a JSON object"
-    )
-    parser.add_argument(
-        "--slime-tokens", type=int, help="of a micro-batch of ours (default: the memory plan's)"
-    )
-    parser.add_argument("--keep", type=Path, help="keep logs and metrics in this folder")
-    parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="run nothing")
+    add("--trl-more", default="{}", help="more arguments of GRPOConfig, as a JSON object")
+    add("--slime-tokens", type=int, help="of a micro-batch of ours (default: the memory plan's)")
+    add("--keep", type=Path, help="keep logs and metrics in this folder")
+    add("--prepare", type=Path, metavar="FOLDER", help="run nothing")
     return parser.parse_args(argv)
 
 

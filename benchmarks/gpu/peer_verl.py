@@ -392,23 +392,16 @@ def prepare(args: argparse.Namespace, folder: Path) -> None:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = new_run_parser(__doc__, prompts=64, samples=8, new_tokens=1024, steps=5)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--warm-up", type=int, default=2, help="steps that do not count")
-    parser.add_argument(
-        "--attention", default="flash_attention_4", help="verl's: transformers' name of it"
-    )
-    parser.add_argument(
-        "--verl-tokens", type=int, default=16384, help="of a micro-batch of verl (its default)"
-    )
-    parser.add_argument(
-        "--verl-memory", type=float, default=0.7, help="share of the GPU for verl's SGLang"
-    )
-    parser.add_argument("--verl-more", default="", help="more overrides for verl, in one word")
-    parser.add_argument(
-        "--slime-tokens", type=int, help="of a micro-batch of ours (default: the memory plan's)"
-    )
-    parser.add_argument("--keep", type=Path, help="keep logs and metrics in this folder")
-    parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="run nothing")
+    add = parser.add_argument
+    add("--cases", nargs="+", choices=CASES, default=list(CASES))
+    add("--warm-up", type=int, default=2, help="steps that do not count")
+    add("--attention", default="flash_attention_4", help="verl's: transformers' name of it")
+    add("--verl-tokens", type=int, default=16384, help="of a micro-batch of verl (its default)")
+    add("--verl-memory", type=float, default=0.7, help="share of the GPU for verl's SGLang")
+    add("--verl-more", default="", help="more overrides for verl, in one word")
+    add("--slime-tokens", type=int, help="of a micro-batch of ours (default: the memory plan's)")
+    add("--keep", type=Path, help="keep logs and metrics in this folder")
+    add("--prepare", type=Path, metavar="FOLDER", help="run nothing")
     return parser.parse_args(argv)
 
 

@@ -75,30 +75,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", nargs="+", default=["qwen3-4b", "qwen3-moe-4b"])
-    parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
-    parser.add_argument("--layers", type=int, default=16, help="the first of each shape, at most")
-    parser.add_argument(
-        "--models", type=Path, help="keep the models there, and use those that are there"
-    )
-    parser.add_argument("--engine", choices=["sglang", "embedded"], default="sglang")
-    parser.add_argument("--engine-flags", default="", help="of SGLang's servers, in one word")
-    parser.add_argument(
-        "--no-graphs", action="store_true", help="start without CUDA graphs at once"
-    )
-    parser.add_argument(
-        "--no-deep-gemm", action="store_true", help="FP8 blocks with Triton's kernels alone"
-    )
-    parser.add_argument(
-        "--known-ways", action="store_true", help="only the ways that should be right"
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="pushes and generations that are timed"
-    )
-    parser.add_argument("--in-flight", type=int, default=64)
-    parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--dry", action="store_true", help="tiny shapes and few tokens")
-    parser.add_argument("--logs", type=Path, help="copy the servers' logs there")
+    add = parser.add_argument
+    add("--shapes", nargs="+", default=["qwen3-4b", "qwen3-moe-4b"])
+    add("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
+    add("--layers", type=int, default=16, help="the first of each shape, at most")
+    add("--models", type=Path, help="keep the models there, and use those that are there")
+    add("--engine", choices=["sglang", "embedded"], default="sglang")
+    add("--engine-flags", default="", help="of SGLang's servers, in one word")
+    add("--no-graphs", action="store_true", help="start without CUDA graphs at once")
+    add("--no-deep-gemm", action="store_true", help="FP8 blocks with Triton's kernels alone")
+    add("--known-ways", action="store_true", help="only the ways that should be right")
+    add("--rounds", type=int, default=3, help="pushes and generations that are timed")
+    add("--in-flight", type=int, default=64)
+    add("--new-tokens", type=int, default=256)
+    add("--dry", action="store_true", help="tiny shapes and few tokens")
+    add("--logs", type=Path, help="copy the servers' logs there")
     add_arguments(parser)
     args = parser.parse_args(argv)
     args.sizes = Sizes(args.layers, 128, 128)

@@ -125,18 +125,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--gpus", type=int, default=1, help="GPUs of this host; cases for exactly so many are run"
-    )
-    parser.add_argument("--only", nargs="+", metavar="CASE", choices=[case.name for case in CASES])
-    parser.add_argument("--list", action="store_true", help="print the cases and their limits")
-    parser.add_argument("--minutes", type=float, default=9.5, help="for everything (default: 9.5)")
-    parser.add_argument("--out-dir", type=Path, default=Path("results"))
-    parser.add_argument(
-        "--models", type=Path, help="folder for random weights, kept for a later call"
-    )
-    parser.add_argument("--engine-flags", default="", help="of SGLang's servers, in one word")
-    parser.add_argument("--dry", action="store_true", help="tiny shapes and the embedded engine")
+    add = parser.add_argument
+    add("--gpus", type=int, default=1, help="GPUs of this host; cases for exactly so many are run")
+    add("--only", nargs="+", metavar="CASE", choices=[case.name for case in CASES])
+    add("--list", action="store_true", help="print the cases and their limits")
+    add("--minutes", type=float, default=9.5, help="for everything (default: 9.5)")
+    add("--out-dir", type=Path, default=Path("results"))
+    add("--models", type=Path, help="folder for random weights, kept for a later call")
+    add("--engine-flags", default="", help="of SGLang's servers, in one word")
+    add("--dry", action="store_true", help="tiny shapes and the embedded engine")
     return parser.parse_args(argv)
 
 

@@ -66,16 +66,13 @@ def new_run_parser(
 ) -> argparse.ArgumentParser:
     """`new_parser` with what `run_training` needs; the numbers are defaults."""
     parser = new_parser(description)
-    parser.add_argument(
-        "--gpus", type=int, default=1, help="of the trainer, and of engines that have their own"
-    )
-    parser.add_argument("--prompts", type=int, default=prompts)
-    parser.add_argument("--samples", type=int, default=samples)
-    parser.add_argument("--new-tokens", type=int, default=new_tokens)
-    parser.add_argument("--steps", type=int, default=steps)
-    parser.add_argument(
-        "--more", default="", help="more flags for the run, in one word: --more='--no-save'"
-    )
+    add = parser.add_argument
+    add("--gpus", type=int, default=1, help="of the trainer, and of engines that have their own")
+    add("--prompts", type=int, default=prompts)
+    add("--samples", type=int, default=samples)
+    add("--new-tokens", type=int, default=new_tokens)
+    add("--steps", type=int, default=steps)
+    add("--more", default="", help="more flags for the run, in one word: --more='--no-save'")
     return parser
 
 

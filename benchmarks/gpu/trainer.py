@@ -686,22 +686,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("shapes", nargs="+", choices=SHAPES)
-    parser.add_argument(
-        "--tokens", type=int, default=16384, help="per optimizer step, over all GPUs"
-    )
-    parser.add_argument("--length", type=int, default=2048, help="of each sequence")
-    parser.add_argument(
-        "--max-tokens", type=int, help="of a micro-batch per GPU; default: all in one"
-    )
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument(
+    add = parser.add_argument
+    add("shapes", nargs="+", choices=SHAPES)
+    add("--tokens", type=int, default=16384, help="per optimizer step, over all GPUs")
+    add("--length", type=int, default=2048, help="of each sequence")
+    add("--max-tokens", type=int, help="of a micro-batch per GPU; default: all in one")
+    add("--steps", type=int, default=5)
+    add(
         "--gpus",
         type=int,
         default=1,
         help="more than one: each --layout on these, and one GPU alone",
     )
-    parser.add_argument(
+    add(
         "--layout",
         nargs="+",
         action="append",
@@ -709,8 +706,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="NAME=VALUE",
         help="any flags of slime train",
     )
-    parser.add_argument("--peer", action="store_true", help="also the plain transformers loop")
-    parser.add_argument("--profile", action="store_true")
+    add("--peer", action="store_true", help="also the plain transformers loop")
+    add("--profile", action="store_true")
     add_arguments(parser)
     return parser.parse_args(argv)
 

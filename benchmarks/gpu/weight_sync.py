@@ -51,30 +51,25 @@ from slime.engines.fleet import EngineFleet
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
-    parser.add_argument("--way", choices=["colocated", "apart"], default="colocated")
-    parser.add_argument(
-        "--tp", type=int, default=1, help="tensor-parallel size of trainer and engine"
-    )
-    parser.add_argument("--ep", type=int, default=1, help="expert-parallel size of the trainer")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel size of the trainer")
-    parser.add_argument("--buffer-mb", type=int, default=512, help="--update-weight-buffer-size")
-    parser.add_argument(
-        "--profile", action="store_true", help="of one more push, where rank 0 spends its time"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--way", choices=["colocated", "apart"], default="colocated")
+    add("--tp", type=int, default=1, help="tensor-parallel size of trainer and engine")
+    add("--ep", type=int, default=1, help="expert-parallel size of the trainer")
+    add("--pp", type=int, default=1, help="pipeline-parallel size of the trainer")
+    add("--buffer-mb", type=int, default=512, help="--update-weight-buffer-size")
+    add("--profile", action="store_true", help="of one more push, where rank 0 spends its time")
+    add(
         "--served",
         choices=[form for form in FORMATS if form != "bf16"],
         help="what the engine holds",
     )
-    parser.add_argument(
+    add(
         "--fp8-gemm",
         default="triton",
         help="SGLang's --fp8-gemm-backend with FP8 (default: triton)",
     )
-    parser.add_argument("--disk", action="store_true", help="--update-weight-transport disk")
-    parser.add_argument(
-        "--verify", action="store_true", help="compare every weight after each push"
-    )
+    add("--disk", action="store_true", help="--update-weight-transport disk")
+    add("--verify", action="store_true", help="compare every weight after each push")
     return parser.parse_args(argv)
 
 

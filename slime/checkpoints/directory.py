@@ -20,10 +20,9 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slime.errors import UserError, first_few
-from slime.files import bring_to_disk, read_plain, write_atomically
+from slime.files import bring_to_disk, json_checksum, read_plain, write_atomically
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
@@ -267,14 +266,8 @@ def write_manifest(directory: Path, records: list[FileRecord]) -> None:
     """Write the last file of a checkpoint, which lists all files and the iteration's name."""
     listed = {record.path: {"nbytes": record.nbytes, "xxh3": record.xxh3} for record in records}
     content = {"name": _final_name(directory), "files": listed}
-    content["checksum"] = _checksum(content)
+    content["checksum"] = json_checksum(content)
     write_atomically(directory / MANIFEST, json.dumps(content, indent=1).encode(), durable=True)
-
-
-def _checksum(content: dict[str, Any]) -> str:
-    import xxhash
-
-    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
 def _final_name(directory: Path) -> str:
@@ -293,7 +286,7 @@ def read_manifest(directory: Path) -> list[FileRecord] | None:
     try:
         data = json.loads(read_plain(path))
         checksum = data.pop("checksum", None)
-        if checksum not in (None, _checksum(data)):  # an earlier release wrote none
+        if checksum not in (None, json_checksum(data)):  # an earlier release wrote none
             raise ValueError("its checksum is another")
         records = [
             FileRecord(str(name), entry["nbytes"], entry["xxh3"])

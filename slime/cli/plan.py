@@ -97,18 +97,13 @@ def _rates(own: argparse.Namespace) -> Rates:
 
 def _parser() -> Arguments:
     parser = Arguments("slime plan", __doc__)
-    parser.add_argument(
-        "--gpus", type=at_least_one, nargs="+", default=[], help="plan for so many GPUs, too"
-    )
-    parser.add_argument(
-        "--device", help=f"{', '.join(DEFAULTS)}; default: this host's, or {_ASSUMED}"
-    )
-    parser.add_argument("--rates", type=Path, help="a file that --calibrate wrote")
-    parser.add_argument("--calibrate", type=Path, metavar="FILE", help="measure, write, and end")
-    parser.add_argument(
-        "--lengths", type=Path, help="of responses: a run folder, or a JSON list of tokens"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--gpus", type=at_least_one, nargs="+", default=[], help="plan for so many GPUs, too")
+    add("--device", help=f"{', '.join(DEFAULTS)}; default: this host's, or {_ASSUMED}")
+    add("--rates", type=Path, help="a file that --calibrate wrote")
+    add("--calibrate", type=Path, metavar="FILE", help="measure, write, and end")
+    add("--lengths", type=Path, help="of responses: a run folder, or a JSON list of tokens")
+    add(
         "--prompt-tokens",
         type=at_least_one,
         default=_PROMPT_TOKENS,

@@ -69,15 +69,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 _REWARD_FLAGS = (
-    "custom_rm_path",
-    "rm_type",
-    "group_rm",
-    "reward_key",
-    "rm_url",
-    "rm_path",
-    "rm_timeout",
+    "custom_rm_path", "rm_type", "group_rm", "reward_key", "rm_url", "rm_path", "rm_timeout",
     "rm_num_workers",
-)
+)  # fmt: skip
 
 
 def _is_record(path: str) -> bool:
@@ -88,42 +82,33 @@ def _is_record(path: str) -> bool:
 
 def _parser() -> Arguments:
     parser = Arguments("slime reward", __doc__)
-    parser.add_argument(
-        "--prompt-data", required=True, help="rows to score; path@[a:b] takes a slice"
-    )
-    parser.add_argument(
-        "--custom-rm-path", help="your function, package.module.function or file.py:function"
-    )
-    parser.add_argument("--rm-type", help=f"a built-in one: {', '.join(RM_TYPES)}")
+    add = parser.add_argument
+    add("--prompt-data", required=True, help="rows to score; path@[a:b] takes a slice")
+    add("--custom-rm-path", help="your function, package.module.function or file.py:function")
+    add("--rm-type", help=f"a built-in one: {', '.join(RM_TYPES)}")
     responses = parser.add_mutually_exclusive_group()
     responses.add_argument("--response", help="the response to score for every row")
     responses.add_argument("--response-key", help="column of the response (default: response)")
-    parser.add_argument(
-        "--input-key", help="column of the prompt (default: input; prompt in samples of a run)"
-    )
-    parser.add_argument(
-        "--label-key", help="column of the label (default: none; label in samples of a run)"
-    )
-    parser.add_argument(
+    add("--input-key", help="column of the prompt (default: input; prompt in samples of a run)")
+    add("--label-key", help="column of the label (default: none; label in samples of a run)")
+    add(
         "--label-type",
         choices=("text", "raw"),
         help="as in a run: numbers become text (text), or not",
     )
-    parser.add_argument("--metadata-key", default="metadata", help="column of sample.metadata")
-    parser.add_argument(
+    add("--metadata-key", default="metadata", help="column of sample.metadata")
+    add(
         "--group-rm",
         action="store_true",
         default=None,
         help="call the function with all rows at once",
     )
-    parser.add_argument("--reward-key", help="key of the number, when rewards are dicts")
-    parser.add_argument("--rm-url", help="address for --rm-type remote_rm")
-    parser.add_argument("--rm-path", help="directory for --rm-type reward_model")
-    parser.add_argument("--rm-timeout", type=float, help="seconds for one call")
-    parser.add_argument("--rm-num-workers", type=int, help="processes of the math graders")
-    parser.add_argument(
-        "--max-rows", type=at_least_one, default=100, help="score at most so many rows (100)"
-    )
+    add("--reward-key", help="key of the number, when rewards are dicts")
+    add("--rm-url", help="address for --rm-type remote_rm")
+    add("--rm-path", help="directory for --rm-type reward_model")
+    add("--rm-timeout", type=float, help="seconds for one call")
+    add("--rm-num-workers", type=int, help="processes of the math graders")
+    add("--max-rows", type=at_least_one, default=100, help="score at most so many rows (100)")
     return parser
 
 

@@ -32,21 +32,16 @@ _OUTPUTS = "outputs"
 def main(argv: list[str]) -> int:
     """Serve until Ctrl-C or SIGTERM. Returns the exit status."""
     parser = Arguments("slime watch", __doc__)
-    parser.add_argument(
-        "run_dir", nargs="*", help=f"run folders, or folders of runs (default: {_OUTPUTS})"
-    )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("run_dir", nargs="*", help=f"run folders, or folders of runs (default: {_OUTPUTS})")
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    add(
         "--port",
         type=int,
         default=8090,
         help="port to listen on; 0 picks a free one (default 8090)",
     )
-    parser.add_argument(
-        "--no-cache", action="store_true", help="keep no index from one call to the next"
-    )
+    add("--no-cache", action="store_true", help="keep no index from one call to the next")
     flags = parser.parse_args(argv)
     paths = [Path(name) for name in flags.run_dir] or [Path(_OUTPUTS)]
     if not flags.run_dir and not paths[0].is_dir():

@@ -103,19 +103,9 @@ _ray_is_starting = False
 #: Prefixes of the driver's environment variables that every process of a joined cluster gets (a
 #: local Ray inherits all of them).
 _FORWARDED = (
-    "NCCL_",
-    "GLOO_",
-    "TORCH",
-    "PYTORCH_",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "NVTE_",
-    "SGLANG_",
-    "SLIME_",
-    "HF_",
-    "OMP_",
-    "TOKENIZERS_",
-)
+    "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS",
+    "NVTE_", "SGLANG_", "SLIME_", "HF_", "OMP_", "TOKENIZERS_",
+)  # fmt: skip
 
 
 def start_ray(

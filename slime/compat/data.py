@@ -18,6 +18,7 @@ from slime.prompts.sft_encoding import SftEncoding
 from slime.rollout.eval_datasets import EvalDataset, check_keys, resolved
 from slime.rollout.generate import is_in_run
 from slime.rollout.loop import current_loop
+from slime.samples.token_rewards import trained_runs
 from slime.samples.types import Sample
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -172,15 +173,7 @@ class MultiTurnLossMaskGenerator:
 
     def get_text_from_loss_mask(self, token_ids: list[int], loss_masks: list[int]) -> list[str]:
         """Return the text of each run of trained tokens."""
-        texts: list[str] = []
-        run: list[int] = []
-        for token, trained in zip([*token_ids, None], [*loss_masks, 0]):
-            if trained and token is not None:
-                run.append(token)
-            elif run:
-                texts.append(self.tokenizer.decode(run))
-                run = []
-        return texts
+        return [self.tokenizer.decode(run) for run in trained_runs(token_ids, loss_masks)]
 
 
 # -- evaluation sets -------------------------------------------------------------------------------
@@ -188,29 +181,12 @@ class MultiTurnLossMaskGenerator:
 
 #: Flags that give the default values of a set.
 _EVALUATION = (
-    "eval_input_key",
-    "eval_label_key",
-    "eval_tool_key",
-    "n_samples_per_eval_prompt",
-    "eval_min_new_tokens",
-    "eval_temperature",
-    "eval_top_p",
-    "eval_top_k",
-    "eval_max_response_len",
-    "metadata_key",
-    "apply_chat_template",
-    "input_key",
-    "label_key",
-    "tool_key",
-    "n_samples_per_prompt",
-    "apply_chat_template_kwargs",
-    "rollout_stop",
-    "rollout_temperature",
-    "rollout_top_p",
-    "rollout_top_k",
-    "rollout_max_response_len",
-    "rollout_stop_token_ids",
-)
+    "eval_input_key", "eval_label_key", "eval_tool_key", "n_samples_per_eval_prompt",
+    "eval_min_new_tokens", "eval_temperature", "eval_top_p", "eval_top_k", "eval_max_response_len",
+    "metadata_key", "apply_chat_template", "input_key", "label_key", "tool_key",
+    "n_samples_per_prompt", "apply_chat_template_kwargs", "rollout_stop", "rollout_temperature",
+    "rollout_top_p", "rollout_top_k", "rollout_max_response_len", "rollout_stop_token_ids",
+)  # fmt: skip
 
 
 class EvalDatasetConfig(EvalDataset):

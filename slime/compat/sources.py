@@ -15,23 +15,11 @@ from slime.samples.types import Sample
 
 #: Flags that a source reads without a run.
 _FLAGS = (
-    "prompt_data",
-    "input_key",
-    "label_key",
-    "metadata_key",
-    "tool_key",
-    "hf_checkpoint",
-    "rollout_global_dataset",
-    "apply_chat_template",
-    "apply_chat_template_kwargs",
-    "rollout_shuffle",
-    "rollout_seed",
-    "rollout_max_prompt_len",
-    "n_samples_per_prompt",
-    "buffer_filter_path",
-    "streaming_data",
-    "num_data_workers",
-)
+    "prompt_data", "input_key", "label_key", "metadata_key", "tool_key", "hf_checkpoint",
+    "rollout_global_dataset", "apply_chat_template", "apply_chat_template_kwargs",
+    "rollout_shuffle", "rollout_seed", "rollout_max_prompt_len", "n_samples_per_prompt",
+    "buffer_filter_path", "streaming_data", "num_data_workers",
+)  # fmt: skip
 
 
 class RolloutDataSource(PromptSource):

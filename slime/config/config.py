@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from slime.config.flags import GROUPS, FlagGroups, all_flags, own_flags
 from slime.errors import UserError
-from slime.files import read_plain, write_atomically
+from slime.files import json_checksum, read_plain, write_atomically
 from slime.redact import redacted
 
 
@@ -277,7 +275,7 @@ class Config(FlagGroups):
         data["extra"] = redacted(self.extra)
         data["origins"] = self.origins
         data = json.loads(json.dumps(data, default=str))
-        text = json.dumps(data | {"checksum": _checksum(data)}, indent=2, ensure_ascii=False)
+        text = json.dumps(data | {"checksum": json_checksum(data)}, indent=2, ensure_ascii=False)
         write_atomically(Path(path), f"{text}\n".encode("utf-8", "surrogatepass"))
 
     @staticmethod
@@ -293,7 +291,7 @@ class Config(FlagGroups):
         try:
             data = json.loads(read_plain(path))
             checksum = data.pop("checksum", None)
-            is_whole = checksum in (None, _checksum(data))  # an earlier release wrote none
+            is_whole = checksum in (None, json_checksum(data))  # an earlier release wrote none
             origins = dict(data["origins"])
             stored = {dest: value for group in GROUPS for dest, value in data[group].items()}
             extra = dict(data.get("extra", {}))
@@ -322,10 +320,6 @@ class Config(FlagGroups):
             for dest, v in stored.items()
         }
         return build(values, origins, extra)
-
-
-def _checksum(data: dict[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(data, sort_keys=True).encode())
 
 
 def _shown(dest: str, value: Any) -> str:

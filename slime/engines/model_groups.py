@@ -32,13 +32,8 @@ if TYPE_CHECKING:
     from slime.config.config import Config
 
 _MODEL_KEYS = (
-    "name",
-    "model_path",
-    "num_gpus_per_engine",
-    "update_weights",
-    "server_groups",
-    "engine_groups",
-)
+    "name", "model_path", "num_gpus_per_engine", "update_weights", "server_groups", "engine_groups"
+)  # fmt: skip
 _MODEL_NAME = re.compile(r"[\w-]+")
 _GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
 

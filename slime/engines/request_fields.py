@@ -191,14 +191,9 @@ def _range(low: int | None, high: int | None) -> str:
 GREEDY_BELOW = 1e-6
 #: Parameters of SGLang that the embedded engine does not support; allowed if they have no effect.
 _UNSUPPORTED = (
-    "json_schema",
-    "regex",
-    "ebnf",
-    "structural_tag",
-    "stop_regex",
-    "custom_params",
+    "json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "custom_params",
     "stream_interval",
-)
+)  # fmt: skip
 _MAX_SAMPLES = 4096  # per prompt: more is likely a mistake, and all would be queued at once
 _ANY_VOCABULARY = 1 << 31
 

@@ -91,16 +91,9 @@ FAMILIES: tuple[ModelFamily, ...] = (
 )
 
 __all__ = [
-    "FAMILIES",
-    "Match",
-    "ModelFamily",
-    "ModelSpec",
-    "Rule",
-    "family_of",
-    "read_hf_config",
-    "table_of",
-    "vocab_size_of",
-]
+    "FAMILIES", "Match", "ModelFamily", "ModelSpec", "Rule", "family_of", "read_hf_config",
+    "table_of", "vocab_size_of"
+]  # fmt: skip
 
 
 def table_of(spec: ModelSpec) -> ModelFamily:

@@ -118,16 +118,10 @@ def _refuse(wrong: list[str]) -> None:
 
 #: Fields of features that only some families have.
 _OF_SOME_FAMILIES = {
-    "attention_output_gate",
-    "layernorm_zero_centered_gamma",
-    "moe_shared_expert_gate",
-    "linear_attention_freq",
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-}
+    "attention_output_gate", "layernorm_zero_centered_gamma", "moe_shared_expert_gate",
+    "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim",
+    "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"
+}  # fmt: skip
 
 
 def _of_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:

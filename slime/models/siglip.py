@@ -93,13 +93,9 @@ def read_siglip(config: Mapping[str, Any], kind: VisionKind, hidden_size: int) -
     """
     tower = dict(config.get("vision_config") or {})
     needed = (
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "image_size",
-        "patch_size",
-    )
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "image_size", "patch_size",
+    )  # fmt: skip
     fix = "use the config.json that belongs to the weights"
     missing = [f"vision_config.{name}" for name in needed if tower.get(name) is None]
     if missing:

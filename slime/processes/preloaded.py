@@ -37,21 +37,9 @@ MODULES = "SLIME_PRELOADED_MODULES"
 #: Variables that libraries read once, when they are loaded. A request in which one of them differs
 #: from the server's own needs a new process.
 _READ_ONCE = (
-    "GLIBC_",
-    "GOMP_",
-    "KMP_",
-    "LD_",
-    "MALLOC_",
-    "MKL_",
-    "NVTE_",
-    "OMP_",
-    "OPENBLAS_",
-    "PYTHON",
-    "RAY_JOB_ID",
-    "RAY_RAYLET_PID",
-    "TORCH",
-    "PYTORCH_",
-)
+    "GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "NVTE_", "OMP_", "OPENBLAS_", "PYTHON",
+    "RAY_JOB_ID", "RAY_RAYLET_PID", "TORCH", "PYTORCH_",
+)  # fmt: skip
 _THREADS = "OMP_NUM_THREADS"
 #: The number of threads can be set later; the other one is read where it is used.
 _READ_LATER = (_THREADS, "PYTHONBREAKPOINT")

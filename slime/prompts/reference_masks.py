@@ -19,6 +19,7 @@ from typing import Any
 
 from slime.prompts.conversation import Messages
 from slime.prompts.sft_encoding import TrainedSequence
+from slime.samples.token_rewards import trained_runs
 
 _PREFIX = {"role": "user", "content": "FOR CALCULATING LOSS MASK ONLY"}
 _HEAD = "<|im_start|>assistant\n"
@@ -44,7 +45,7 @@ def mask_difference(
         theirs = trained_texts(rule, tokenizer, messages, tools)
     except Exception as error:  # templates may raise anything if given one message alone
         return f"the rule {rule} cannot render it: {type(error).__name__}: {error}"
-    mine = [text for one in ours for text in _runs(tokenizer, one)]
+    mine = [tokenizer.decode(run) for one in ours for run in trained_runs(one.tokens, one.mask)]
     for turn, (own, other) in enumerate(itertools.zip_longest(mine, theirs), start=1):
         if own is None or other is None or own.rstrip() != other.rstrip():
             return (
@@ -101,19 +102,6 @@ def _by_marks(text: str, messages: Messages) -> list[str]:
             start += len(_THINK) if text.startswith(_THINK, start) else 0
             texts.append(text[start:place])
     return texts
-
-
-def _runs(tokenizer: Any, sequence: TrainedSequence) -> list[str]:
-    """Return the text of each run of trained tokens."""
-    runs: list[list[int]] = []
-    before = 0
-    for token, trained in zip(sequence.tokens, sequence.mask, strict=True):
-        if trained and not before:
-            runs.append([])
-        if trained:
-            runs[-1].append(token)
-        before = trained
-    return [tokenizer.decode(run) for run in runs]
 
 
 def _shown(text: str | None) -> str:

@@ -9,11 +9,11 @@ the text leave out parts of what the tokens say.
 from __future__ import annotations
 
 import functools
-import itertools
 import unicodedata
 from typing import Any
 
 from slime.log import get_logger, tell
+from slime.samples.token_rewards import trained_runs
 from slime.samples.types import Sample, SampleStatus
 from slime.user_code.loading import shown
 
@@ -92,7 +92,7 @@ def other_text(sample: Sample, tokenizer: Any) -> str | None:
     if _is_made_of(_bare(_decode(tokenizer, encoded), marks), whole):
         return None  # tokens cannot say all characters of this text
     if sample.loss_mask is not None and 0 in sample.loss_mask:
-        trained = _trained_runs(response, sample.loss_mask)
+        trained = trained_runs(response, sample.loss_mask)
         if all(_bare(_decode(tokenizer, run), marks) in text for run in trained):
             return None  # only what tools and environment said differs
     return said
@@ -119,11 +119,6 @@ def _bare(text: str, marks: list[str]) -> str:
             text = text.replace(mark, "")
     normal = unicodedata.normalize("NFKC", text.replace("\ufffd", ""))
     return "".join(normal.split())
-
-
-def _trained_runs(response: list[int], mask: list[int]) -> list[list[int]]:
-    runs = itertools.groupby(zip(response, mask), key=lambda pair: bool(pair[1]))
-    return [[token for token, _ in run] for is_trained, run in runs if is_trained]
 
 
 def _is_made_of(text: str, whole: str) -> bool:

@@ -57,14 +57,9 @@ _AFFECTS_TRAINING = {
 _WITHOUT_EFFECT = frozenset({"get_mismatch_metrics"})
 #: Prefixes of Megatron flags that no group declares and that affect the trained weights.
 _TRANSFORMER_PREFIXES = (
-    "moe_router",
-    "moe_aux",
-    "moe_z",
-    "moe_input_jitter",
-    "attention_dropout",
-    "hidden_dropout",
+    "moe_router", "moe_aux", "moe_z", "moe_input_jitter", "attention_dropout", "hidden_dropout",
     "mtp_",
-)
+)  # fmt: skip
 #: Words in names of flags that only affect memory and speed.
 _MEMORY_WORDS = ("offload", "overlap", "barrier", "fusion")
 

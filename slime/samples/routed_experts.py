@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import base64
 import binascii
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from slime.errors import UserError
-
-if TYPE_CHECKING:
-    import numpy as np
 
 #: Stands for an expert if the engine did not compute the token.
 UNKNOWN = -1
@@ -25,8 +24,6 @@ UNKNOWN = -1
 def experts_problem(experts: Any, num_tokens: int) -> str:
     """Name the problem of experts that user code has set for a sample of ``num_tokens``; "" if
     there is none."""
-    import numpy as np
-
     if experts is None:
         return ""
     try:
@@ -70,8 +67,6 @@ def decode_routed_experts(
         >>> decode_routed_experts(payload, 3, shape=(1, 2)).tolist()
         [[[3, 0]], [[2, 1]]]
     """
-    import numpy as np  # imported here because few samples need it
-
     try:
         values = np.frombuffer(base64.b64decode(payload, validate=True), dtype=np.int32)
     except (binascii.Error, ValueError) as error:

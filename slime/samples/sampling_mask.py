@@ -16,13 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from slime.errors import UserError
-
-if TYPE_CHECKING:
-    import numpy as np
-
 
 #: The fix if tokens of an answer and its ``meta_info`` have different lengths.
 _APPEND_ALL = (
@@ -49,8 +47,6 @@ def extended_mask(
         >>> ids.tolist(), offsets.tolist()
         ([5, 9], [0, 0, 0, 2])
     """
-    import numpy as np  # imported here because few samples need it
-
     if kept is not None and len(kept) != count:
         raise UserError(
             f"{count} tokens were appended with the sampling masks of {len(kept)}", fix=_APPEND_ALL
@@ -106,8 +102,6 @@ def foreign_token(ids: Any, offsets: Any, response: Sequence[int]) -> int | None
         >>> foreign_token([5, 9, 5, 9], [0, 0, 2, 4], [3, 9, 8])
         2
     """
-    import numpy as np
-
     sizes = np.diff(np.asarray(offsets))
     rows = np.repeat(np.arange(len(response)), sizes)
     is_target = np.asarray(ids) == np.asarray(response)[rows]
@@ -118,8 +112,6 @@ def foreign_token(ids: Any, offsets: Any, response: Sequence[int]) -> int | None
 
 def mask_ids_problem(ids: Any, num_tokens: int) -> str:
     """Return the problem of token ids that user code has set; "" if there is none."""
-    import numpy as np
-
     if ids is None:
         return ""
     try:
@@ -133,8 +125,6 @@ def mask_ids_problem(ids: Any, num_tokens: int) -> str:
 
 def mask_offsets_problem(offsets: Any, num_tokens: int) -> str:
     """Return the problem of offsets for a sample of ``num_tokens``; "" if there is none."""
-    import numpy as np
-
     if problem := mask_ids_problem(offsets, num_tokens):
         return problem
     values = np.asarray([] if offsets is None else offsets)

@@ -7,6 +7,7 @@ Estimators that discount (PPO, REINFORCE++) use the reward of each token; others
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,17 @@ def turn_ends(loss_mask: Sequence[int]) -> list[int]:
     """
     following = [*loss_mask[1:], 0]
     return [i for i, (own, after) in enumerate(zip(loss_mask, following)) if own and not after]
+
+
+def trained_runs(tokens: Sequence[int], mask: Sequence[int]) -> list[list[int]]:
+    """Return the tokens of each run of trained tokens.
+
+    Example:
+        >>> trained_runs([5, 6, 7, 8], [1, 1, 0, 1])
+        [[5, 6], [8]]
+    """
+    runs = itertools.groupby(zip(tokens, mask), key=lambda pair: bool(pair[1]))
+    return [[token for token, _ in run] for is_trained, run in runs if is_trained]
 
 
 def note_token_rewards(sample: Any, values: Any, origin: str, why: str = "") -> float:

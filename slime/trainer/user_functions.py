@@ -92,13 +92,10 @@ class UserFunctions:
 
 #: Flags of the functions that can make an update's loss NaN, in reverse order of their calls.
 _IN_THE_LOSS = (
-    "custom_loss_function_path",
-    "custom_pg_loss_reducer_function_path",
-    "custom_tis_function_path",
-    "rollout_data_postprocess_path",
-    "custom_advantage_function_path",
+    "custom_loss_function_path", "custom_pg_loss_reducer_function_path", "custom_tis_function_path",
+    "rollout_data_postprocess_path", "custom_advantage_function_path",
     "custom_reward_post_process_path",
-)
+)  # fmt: skip
 
 
 def functions_before_loss(config: Config) -> list[str]:

@@ -52,29 +52,14 @@ from tests.support.embedded_models import EOS, byte_tokenizer
 
 #: Routes that every engine answers.
 GET_ROUTES = (
-    "/health",
-    "/health_generate",
-    "/model_info",
-    "/get_model_info",
-    "/server_info",
-    "/v1/loads",
-)
+    "/health", "/health_generate", "/model_info", "/get_model_info", "/server_info", "/v1/loads"
+)  # fmt: skip
 POST_ROUTES = (
-    "/generate",
-    "/abort_request",
-    "/pause_generation",
-    "/continue_generation",
-    "/flush_cache",
-    "/update_weights_from_tensor",
-    "/update_weights_from_distributed",
-    "/update_weights_from_disk",
-    "/init_weights_update_group",
-    "/destroy_weights_update_group",
-    "/release_memory_occupation",
-    "/resume_memory_occupation",
-    "/weights_checker",
-    "/v1/chat/completions",
-)
+    "/generate", "/abort_request", "/pause_generation", "/continue_generation", "/flush_cache",
+    "/update_weights_from_tensor", "/update_weights_from_distributed", "/update_weights_from_disk",
+    "/init_weights_update_group", "/destroy_weights_update_group", "/release_memory_occupation",
+    "/resume_memory_occupation", "/weights_checker", "/v1/chat/completions",
+)  # fmt: skip
 
 # -- generation ------------------------------------------------------------------------------------
 

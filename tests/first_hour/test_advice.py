@@ -163,15 +163,9 @@ def test_a_reward_to_which_a_number_is_a_position_gets_the_number(
 # -- flags -----------------------------------------------------------------------------------------
 
 RUN = [
-    "--hf-checkpoint",
-    "m",
-    "--prompt-data",
-    "p.jsonl",
-    "--num-rollout",
-    "3",
-    "--rollout-batch-size",
-    "4",
-]
+    "--hf-checkpoint", "m", "--prompt-data", "p.jsonl", "--num-rollout", "3",
+    "--rollout-batch-size", "4"
+]  # fmt: skip
 RUN += ["--n-samples-per-prompt", "4"]
 
 

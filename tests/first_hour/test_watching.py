@@ -23,13 +23,9 @@ def test_a_run_of_few_words_is_told_in_short_lines_and_has_a_page_while_it_goes_
 
     monkeypatch.setattr(report, "write_report", watched)
     flags = [
-        "--num-rollout",
-        2,
-        "--custom-rm-path",
-        "tests.support.toy.digit_share",
-        "--rollout-max-response-len",
-        4,
-    ]
+        "--num-rollout", 2, "--custom-rm-path", "tests.support.toy.digit_share",
+        "--rollout-max-response-len", 4
+    ]  # fmt: skip
     evaluation = ["--eval-prompt-data", "sums", f"{data}@[0:4]", "--eval-interval", 2]
     result = run("first-look", *flags, *evaluation, "--colocate")
     assert result.series("rollout/num_samples") == [256.0, 256.0], (

@@ -14,14 +14,9 @@ from tests.support.runs import Run, RunResult
 pytestmark = pytest.mark.full
 
 SMALL = (
-    "--rollout-batch-size",
-    2,
-    "--n-samples-per-prompt",
-    2,
-    "--rollout-max-response-len",
-    4,
+    "--rollout-batch-size", 2, "--n-samples-per-prompt", 2, "--rollout-max-response-len", 4,
     "--colocate",
-)
+)  # fmt: skip
 #: Hook → its function in `tests.support.every_hook`: in the first run, and those that have no place
 #: there.
 FIRST = {

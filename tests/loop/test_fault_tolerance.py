@@ -268,14 +268,9 @@ def test_engines_that_share_their_memory_with_the_trainer(begin: Start, hold: Pa
     calls = hold / "calls.jsonl"
     (hold / "hold-0").touch()
     flags = (
-        "--turns",
-        "--rollout-engine",
-        "sglang",
-        "--actor-num-gpus-per-node",
-        2,
-        "--num-gpus-per-node",
-        8,
-    )
+        "--turns", "--rollout-engine", "sglang", "--actor-num-gpus-per-node", 2,
+        "--num-gpus-per-node", 8,
+    )  # fmt: skip
     flags += ("--rollout-health-check-interval", 1, "--router-health-check-interval-secs", 1)
     driver = begin("turns", *flags, **fake_environment(calls))
     wait_held(driver, hold, 0)
@@ -311,14 +306,9 @@ def test_one_of_two_engines_dies_of_taking_its_memory_back(begin: Start, hold: P
     """At the first push; the other one has its memory by then, and would die of being asked
     again."""
     flags = (
-        "--turns",
-        "--rollout-engine",
-        "sglang",
-        "--actor-num-gpus-per-node",
-        2,
-        "--num-gpus-per-node",
-        8,
-    )
+        "--turns", "--rollout-engine", "sglang", "--actor-num-gpus-per-node", 2,
+        "--num-gpus-per-node", 8,
+    )  # fmt: skip
     env = {
         "FAKE_SGLANG_DIES_AT": "/resume_memory_occupation",
         "FAKE_SGLANG_DIES_ONCE": str(hold / "dead"),

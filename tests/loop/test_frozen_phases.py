@@ -36,16 +36,8 @@ _SGLANG = "slime.engines.sglang.engine_process"
 #: "sleep" is the hand-over of memory between engines and trainer, without a GPU by the stand-in of
 #: SGLang alone.
 _PHASES = (
-    "launch",
-    "generate",
-    "evaluate",
-    "train",
-    "sleep",
-    "update_weights",
-    "save",
-    "export",
-    "end",
-)
+    "launch", "generate", "evaluate", "train", "sleep", "update_weights", "save", "export", "end"
+)  # fmt: skip
 #: Ray asks the GCS for a place for whatever is started, and engine actors only watch their servers:
 #: nobody needs either between the launch and the end.
 _NOT_NEEDED = ("GCS", "engine actor")

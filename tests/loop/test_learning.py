@@ -107,15 +107,9 @@ def test_reward_rises_with_a_critic(
 
 def test_sft_loss_falls(run: Run) -> None:
     flags = [
-        "--loss-type",
-        "sft_loss",
-        "--num-rollout",
-        8,
-        "--rollout-batch-size",
-        16,
-        "--num-steps-per-rollout",
-        2,
-    ]
+        "--loss-type", "sft_loss", "--num-rollout", 8, "--rollout-batch-size", 16,
+        "--num-steps-per-rollout", 2
+    ]  # fmt: skip
     losses = run("sft", *flags, "--colocate").series("train/loss")
     assert len(losses) == 8
     assert losses[-1] < 0.5 * losses[0], losses

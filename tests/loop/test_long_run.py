@@ -35,13 +35,8 @@ def test_nothing_grows(tmp_path: Path, start_held: StartHeld) -> None:
         "long", "--num-rollout", _STEPS, "--save-interval", 50, "--save-retain", 2
     )
     words += [
-        "--no-colocate",
-        "--use-fault-tolerance",
-        "--max-restarts",
-        99,
-        "--rollout-batch-size",
-        2,
-    ]
+        "--no-colocate", "--use-fault-tolerance", "--max-restarts", 99, "--rollout-batch-size", 2
+    ]  # fmt: skip
     driver = start_held(list(map(str, words)), world.outputs / "long", "train_async.py")
     victims, seen = itertools.cycle(_VICTIMS), dict[int, dict[str, list[float]]]()
     for step in range(_EVERY, _STEPS, _EVERY):

@@ -465,13 +465,9 @@ def test_groups_that_are_put_back_and_dropped_under_kills_and_stops(
     once, and none that was finished is finished again with other tokens."""
     dice, num_rollouts = random.Random(seed), length_of(_FEWER, _PACE)
     flags = (
-        "--no-colocate",
-        "--async-buffer-size",
-        2,
-        "--over-sampling-batch-size",
-        6,
+        "--no-colocate", "--async-buffer-size", 2, "--over-sampling-batch-size", 6,
         "--no-deterministic-rollout",
-    )
+    )  # fmt: skip
     flags = (
         *flags,
         "--dynamic-sampling-filter-path",
@@ -510,13 +506,9 @@ def test_ancestry_in_flight_under_kills_and_stops(
     it."""
     dice, num_rollouts = random.Random(seed), length_of(_FEWER, _PACE)
     flags = (
-        "--no-colocate",
-        "--update-weights-in-flight",
-        "--async-buffer-size",
-        2,
-        "--max-staleness",
-        1,
-    )
+        "--no-colocate", "--update-weights-in-flight", "--async-buffer-size", 2,
+        "--max-staleness", 1,
+    )  # fmt: skip
     flags = (
         *flags,
         "--rollout-request-tokens",

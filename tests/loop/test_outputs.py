@@ -305,23 +305,12 @@ def with_user_code(
         "label",
     ]
     flags += [
-        "--rollout-batch-size",
-        2,
-        "--n-samples-per-prompt",
-        4,
-        "--num-rollout",
-        2,
-        "--run-name",
-        "mine",
-    ]
+        "--rollout-batch-size", 2, "--n-samples-per-prompt", 4, "--num-rollout", 2,
+        "--run-name", "mine"
+    ]  # fmt: skip
     flags += [
-        "--rollout-max-response-len",
-        10,
-        "--rollout-max-context-len",
-        32,
-        "--fp32",
-        "--colocate",
-    ]
+        "--rollout-max-response-len", 10, "--rollout-max-context-len", 32, "--fp32", "--colocate"
+    ]  # fmt: skip
     flags += ["--custom-generate-function-path", "my_functions.with_tool", "--log-multi-turn"]
     flags += ["--custom-rm-path", "my_functions.py:reward", "--reward-key", "score"]
     # as the command `slime` does

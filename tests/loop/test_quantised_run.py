@@ -45,13 +45,8 @@ def test_engines_hold_int4_and_the_trainer_does_not(
         "--check-weight-update-equal",
     ]
     flags += [
-        "--colocate",
-        "--num-rollout",
-        2,
-        "--save-hf",
-        "{run}/exported",
-        "--measure-quantisation",
-    ]
+        "--colocate", "--num-rollout", 2, "--save-hf", "{run}/exported", "--measure-quantisation"
+    ]  # fmt: skip
     result = run("quantised", *GRPO, *flags)
     stored = tensors_of(quantised)
     # the first push is before the first rollout, the others after each

@@ -76,13 +76,9 @@ def test_colocated_engines_and_trainers_take_turns(world: World, tmp_path: Path)
         engines = calls_by_engine(calls)
         assert len(engines) == 2
         push = [
-            "resume weights",
-            "pause",
-            "bucket {}",
-            "continue",
-            "resume cuda_graph kv_cache",
-            "generate",
-        ]
+            "resume weights", "pause", "bucket {}", "continue", "resume cuda_graph kv_cache",
+            "generate"
+        ]  # fmt: skip
         release = "release cuda_graph kv_cache weights"
         # the last "generate" is the canary's; then the model is written
         expected = [*[release, *push] * 3, release]

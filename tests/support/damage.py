@@ -180,14 +180,9 @@ def _rename_iteration(path: Path, dice: random.Random) -> str:
 
 def _double_iteration(path: Path, dice: random.Random) -> str:
     names = (
-        "iter_0000009",
-        "iter_0000004",
-        "iter_3",
-        "{} - Copy",
-        "{} (copy)",
-        "{}.damaged",
+        "iter_0000009", "iter_0000004", "iter_3", "{} - Copy", "{} (copy)", "{}.damaged",
         ".{}.replaced",
-    )
+    )  # fmt: skip
     target = path.with_name(dice.choice(names).format(path.name))
     shutil.copytree(path, target, dirs_exist_ok=True)
     return f"as {target.name}"

@@ -73,32 +73,17 @@ PLACES: dict[str, tuple[Part, ...]] = {
 }
 #: The driver drives all parts by these; a flag that these alone read serves any.
 DRIVES = (
-    "cluster/run_cluster.py",
-    "loop.py",
-    "placement.py",
-    "run/profiling.py",
-    "run/saving.py",
-    "run/schedule.py",
-    "run/session.py",
-)
+    "cluster/run_cluster.py", "loop.py", "placement.py", "run/profiling.py", "run/saving.py",
+    "run/schedule.py", "run/session.py",
+)  # fmt: skip
 #: Plan and launch checks look ahead for all parts: what they read they refuse or warn of, and no
 #: part acts by it.
 LOOKS_AHEAD = (
-    "cli",
-    "cluster/engine_fit.py",
-    "diagnosis",
-    "forecast",
-    "compat",
-    "memory",
-    "rollout/rewards/row_checks.py",
-    "rollout/validate_rows.py",
-    "run/ancestry.py",
-    "run/changed_inputs.py",
-    "run/preflight.py",
-    "trainer/quantised_rules.py",
-    "user_code/hooks.py",
+    "cli", "cluster/engine_fit.py", "diagnosis", "forecast", "compat", "memory",
+    "rollout/rewards/row_checks.py", "rollout/validate_rows.py", "run/ancestry.py",
+    "run/changed_inputs.py", "run/preflight.py", "trainer/quantised_rules.py", "user_code/hooks.py",
     "weights/quantised_launch.py",
-)
+)  # fmt: skip
 
 #: A flag of which one value works asks for nothing.
 WORKING = {

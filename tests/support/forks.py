@@ -26,25 +26,12 @@ from tests.support.forked_raylet import ForkServer, add_to_path, fork_guard, pre
 
 #: What drivers, engines and Ray's workers import, without Ray.
 _MODULES = (
-    "torch",
-    "torch._dynamo",
-    "transformers:AutoTokenizer",
-    "numpy.random",
-    "starlette.datastructures",
-    "slime.trainer.megatron.backend",
-    "slime.weights.sync",
-    "slime.rollout.loop",
-    "slime.rollout.rewards.row_checks",
-    "slime.embedded.server",
-    "slime.cli.resume",
-    "slime.cli.train",
-    "slime.diagnosis.doctor",
-    "slime.page.report",
-    "slime.run.ancestry",
-    "slime.run.changed_inputs",
-    "slime.run.preflight",
-    "slime.run.stopping",
-)
+    "torch", "torch._dynamo", "transformers:AutoTokenizer", "numpy.random",
+    "starlette.datastructures", "slime.trainer.megatron.backend", "slime.weights.sync",
+    "slime.rollout.loop", "slime.rollout.rewards.row_checks", "slime.embedded.server",
+    "slime.cli.resume", "slime.cli.train", "slime.diagnosis.doctor", "slime.page.report",
+    "slime.run.ancestry", "slime.run.changed_inputs", "slime.run.preflight", "slime.run.stopping",
+)  # fmt: skip
 #: Commands, or scripts, whose process starts a Ray.
 _DRIVERS = {"train", "train-async", "resume", "train.py", "train_async.py"}
 _PATH = "PYTHONPATH"

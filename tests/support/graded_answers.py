@@ -1905,17 +1905,9 @@ _UNCHOSEN = (
     "We need an answer. A student I know said so.",
 )
 _TEXTS = (
-    "5 m/s",
-    "12 J",
-    "a proton",
-    "twice as large",
-    "the enzyme is inhibited",
-    r"\frac{1}{2}",
-    "3.2 eV",
-    "red",
-    "10^{-3} mol",
-    "none of these",
-)
+    "5 m/s", "12 J", "a proton", "twice as large", "the enzyme is inhibited", r"\frac{1}{2}",
+    "3.2 eV", "red", "10^{-3} mol", "none of these",
+)  # fmt: skip
 
 
 def choice_answers(seed: int = 4) -> list[GradedAnswer]:

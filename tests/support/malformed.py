@@ -12,18 +12,8 @@ from urllib.parse import quote, urlsplit
 from hypothesis import strategies as st
 
 METHODS = (
-    "GET",
-    "POST",
-    "POST",
-    "POST",
-    "PUT",
-    "PATCH",
-    "DELETE",
-    "HEAD",
-    "OPTIONS",
-    "TRACE",
-    "BREW",
-)
+    "GET", "POST", "POST", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE", "BREW"
+)  # fmt: skip
 #: Of any field: what is too small, too large, too long, too deep, of another type, or no text.
 ODD = st.one_of(
     st.sampled_from(

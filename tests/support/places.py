@@ -19,17 +19,9 @@ NO_HOME = "/dev/null"
 #: Modules of Python and of libraries that are imported early and late, by the driver, by Ray and by
 #: the engines.
 SHADOWED = (
-    "random",
-    "types",
-    "logging",
-    "tokenize",
-    "queue",
-    "statistics",
-    "calendar",
-    "platform",
-    "datasets",
-    "data",
-)
+    "random", "types", "logging", "tokenize", "queue", "statistics", "calendar", "platform",
+    "datasets", "data",
+)  # fmt: skip
 
 
 def shadow_modules(folder: Path) -> None:
@@ -51,13 +43,8 @@ def clone(folder: Path) -> Path:
             shutil.copy(ROOT / name, folder / name)
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "all"]):
         identity = [
-            "-c",
-            "user.name=test",
-            "-c",
-            "user.email=test@localhost",
-            "-c",
-            "commit.gpgsign=false",
-        ]
+            "-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "commit.gpgsign=false"
+        ]  # fmt: skip
         subprocess.run(["git", *identity, *words], cwd=folder, check=True)
     return folder
 

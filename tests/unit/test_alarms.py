@@ -444,15 +444,9 @@ def test_every_alarm_is_documented() -> None:
 # -- what is refused before it runs ----------------------------------------------------------------
 
 RUN = [
-    "--hf-checkpoint",
-    "m",
-    "--prompt-data",
-    "p.jsonl",
-    "--num-rollout",
-    "3",
-    "--rollout-batch-size",
-    "4",
-]
+    "--hf-checkpoint", "m", "--prompt-data", "p.jsonl", "--num-rollout", "3",
+    "--rollout-batch-size", "4"
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

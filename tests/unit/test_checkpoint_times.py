@@ -17,15 +17,9 @@ from slime.run.saving import Saving
 from slime.run.schedule import Schedule
 
 RUN = [
-    "--hf-checkpoint",
-    "m",
-    "--prompt-data",
-    "p.jsonl",
-    "--rollout-batch-size",
-    "2",
-    "--run-name",
-    "sums",
-]
+    "--hf-checkpoint", "m", "--prompt-data", "p.jsonl", "--rollout-batch-size", "2",
+    "--run-name", "sums"
+]  # fmt: skip
 
 
 def saved_at(seconds: list[float], **flags: Any) -> list[int]:

@@ -16,15 +16,9 @@ from slime.errors import UserError
 
 #: What a complete command line needs besides the flag under test.
 BASE = [
-    "--rollout-batch-size",
-    "4",
-    "--num-rollout",
-    "1",
-    "--hf-checkpoint",
-    "model",
-    "--prompt-data",
-    "p.jsonl",
-]
+    "--rollout-batch-size", "4", "--num-rollout", "1", "--hf-checkpoint", "model",
+    "--prompt-data", "p.jsonl"
+]  # fmt: skip
 
 
 def values(*words: str) -> dict:

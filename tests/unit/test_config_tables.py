@@ -279,16 +279,9 @@ def test_to_argv_is_read_back_by_argparse() -> None:
 # -- imports ---------------------------------------------------------------------------------------
 
 _HEAVY = (
-    "torch",
-    "ray",
-    "transformers",
-    "sglang",
-    "sglang_router",
-    "megatron",
-    "datasets",
-    "numpy",
+    "torch", "ray", "transformers", "sglang", "sglang_router", "megatron", "datasets", "numpy",
     "aiohttp",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

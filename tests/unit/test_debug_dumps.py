@@ -283,14 +283,9 @@ def test_what_a_training_dump_holds(alone: Alone) -> None:
     assert sorted(in_steps) == list(range(12)) and sorted(shard["sample_indices"]) == indices
     sample = record["samples"][0]
     per_token = {
-        "loss_mask",
-        "log_probs",
-        "ref_log_probs",
-        "rollout_log_probs",
-        "advantages",
-        "returns",
-        "kl",
-    }
+        "loss_mask", "log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "returns",
+        "kl"
+    }  # fmt: skip
     assert per_token <= sample.keys()
     assert all(sample[name].shape == (sample["response_length"],) for name in per_token)
     assert sample["tokens"].dtype == torch.int64 and sample["weight_version"] == 1

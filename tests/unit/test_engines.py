@@ -753,17 +753,9 @@ def test_where_no_engine_is_left_it_starts_while_nobody_has_memory(
         world.die(number)
     world.weights.push()
     expected = [
-        "out 0",
-        "out 1",
-        "sleep",
-        "start 0",
-        "start 1",
-        "wake",
-        "connect",
-        "sleep",
-        "push",
-        "sleep",
-    ]
+        "out 0", "out 1", "sleep", "start 0", "start 1", "wake", "connect", "sleep", "push",
+        "sleep"
+    ]  # fmt: skip
     assert log == [*expected, "router 0", "router 1"]
 
 

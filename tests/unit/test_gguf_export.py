@@ -54,13 +54,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 #: What the file does not say of a model: how it was made.
 UNSAID = {
-    "initializer_range",
-    "_model_name_or_path",
-    "pretraining_tp",
-    "attention_bias",
-    "mlp_bias",
-    "head_dim",
-}
+    "initializer_range", "_model_name_or_path", "pretraining_tp", "attention_bias", "mlp_bias",
+    "head_dim"
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -37,22 +37,9 @@ MODULES = [
     ),
 ]
 PARTS = [
-    "re:",
-    ".*",
-    "mlp",
-    r"\.",
-    ".",
-    "gate",
-    "layers",
-    "1",
-    "0",
-    "$",
-    "^",
-    "_proj",
-    "(q|k)_proj",
-    "model",
-    "lm_head",
-]
+    "re:", ".*", "mlp", r"\.", ".", "gate", "layers", "1", "0", "$", "^", "_proj", "(q|k)_proj",
+    "model", "lm_head"
+]  # fmt: skip
 RULES = st.one_of(
     st.sampled_from(MODULES), st.lists(st.sampled_from(PARTS), max_size=6).map("".join)
 )

@@ -180,18 +180,9 @@ def test_wrong_values_are_refused_at_once(engine: str, route: str, body: dict[st
 # -- slime watch -----------------------------------------------------------------------------------
 
 QUESTIONS = [
-    "run",
-    "names",
-    "generation",
-    "since",
-    "rollout",
-    "sort",
-    "kind",
-    "group",
-    "dataset",
-    "status",
-    "prompt",
-]
+    "run", "names", "generation", "since", "rollout", "sort", "kind", "group", "dataset", "status",
+    "prompt"
+]  # fmt: skip
 QUESTIONS += ["search", "descending", "offset", "limit", "whole", "id", "runs", "token"]
 
 
@@ -209,17 +200,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
 
 
 PAGES = [
-    "runs",
-    "metrics",
-    "phases",
-    "engines",
-    "timeline",
-    "rollouts",
-    "groups",
-    "samples",
-    "sample",
-    "settings",
-]
+    "runs", "metrics", "phases", "engines", "timeline", "rollouts", "groups", "samples", "sample",
+    "settings"
+]  # fmt: skip
 
 
 @settings(max_examples=120, deadline=None)
@@ -251,34 +234,17 @@ AGENT_ROUTES = [
     "/v1/models",
 ]
 AGENT_FIELDS = [
-    "model",
-    "messages",
-    "input",
-    "system",
-    "instructions",
-    "tools",
-    "tool_choice",
-    "max_tokens",
-    "stream",
-]
+    "model", "messages", "input", "system", "instructions", "tools", "tool_choice", "max_tokens",
+    "stream"
+]  # fmt: skip
 AGENT_FIELDS += [
-    "stop",
-    "stop_sequences",
-    "temperature",
-    "n",
-    "thinking",
-    "reasoning",
-    "metadata",
-    "previous_response_id",
-]
+    "stop", "stop_sequences", "temperature", "n", "thinking", "reasoning", "metadata",
+    "previous_response_id"
+]  # fmt: skip
 AGENT_FIELDS += [
-    "max_output_tokens",
-    "max_completion_tokens",
-    "response_format",
-    "stream_options",
-    "role",
-    "content",
-]
+    "max_output_tokens", "max_completion_tokens", "response_format", "stream_options", "role",
+    "content"
+]  # fmt: skip
 ASKED = {
     "model": "m",
     "messages": [{"role": "user", "content": "Hi"}],

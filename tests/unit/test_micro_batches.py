@@ -41,14 +41,9 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config_of(folder: Path, *words: str) -> Config:
     flags = [
-        "--prompt-data",
-        "p.jsonl",
-        "--num-rollout",
-        "1",
-        "--rollout-batch-size",
-        "4",
-        "--rollout-max-prompt-len",
-    ]
+        "--prompt-data", "p.jsonl", "--num-rollout", "1", "--rollout-batch-size", "4",
+        "--rollout-max-prompt-len"
+    ]  # fmt: skip
     return parse_args(
         ["--hf-checkpoint", str(folder), *flags, "256", "--rollout-max-response-len", "512", *words]
     )

@@ -42,17 +42,9 @@ def test_format_of_the_events() -> None:
     assert sample.trace is not None and sample.trace["version"] == 1
     start, end = sample.trace["events"]
     keys = {
-        "type",
-        "name",
-        "ts",
-        "trace_id",
-        "sample_id",
-        "group_id",
-        "attempt",
-        "span_id",
-        "parent_span_id",
-        "attrs",
-    }
+        "type", "name", "ts", "trace_id", "sample_id", "group_id", "attempt", "span_id",
+        "parent_span_id", "attrs"
+    }  # fmt: skip
     assert set(start) == set(end) == keys
     assert (start["type"], end["type"]) == ("span_start", "span_end")
     assert start["trace_id"] == sample.trace["trace_id"] and start["span_id"] == end["span_id"]

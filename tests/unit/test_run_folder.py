@@ -246,15 +246,9 @@ def test_keys_on_the_command_line_reach_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [
-        "train.py",
-        "--wandb-key",
-        "s3cret",
-        "--wandb-key=s3cret",
-        "--train-env-vars",
-        '{"HF_TOKEN": "s3cret"}',
-        "--lr",
-        "1",
-    ]
+        "train.py", "--wandb-key", "s3cret", "--wandb-key=s3cret",
+        "--train-env-vars", '{"HF_TOKEN": "s3cret"}', "--lr", "1"
+    ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", words)
     run = create_run(config_for(tmp_path, use_wandb=True, wandb_key="s3cret"))
     run.write_crash(RuntimeError("x"))

@@ -147,15 +147,9 @@ def test_nothing_of_the_environment_is_found(walls: str, monkeypatch: pytest.Mon
         """
     ran = python(walls, textwrap.dedent(code))
     known = [
-        "HOME",
-        "LANG",
-        "LC_CTYPE",
-        "LD_LIBRARY_PATH",
-        "OMP_NUM_THREADS",
-        "OPENBLAS_NUM_THREADS",
-        "PATH",
-        "TMPDIR",
-    ]
+        "HOME", "LANG", "LC_CTYPE", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS",
+        "PATH", "TMPDIR"
+    ]  # fmt: skip
     assert ran.status == 0 and set(eval(ran.output.splitlines()[0])) <= set(known)
     assert "secret-of-the-run" not in ran.output
 

@@ -156,15 +156,9 @@ CALLS: dict[str, Callable[[str], Any]] = {
 @pytest.mark.parametrize("name", ["fails", "fails_async"])
 def test_a_failing_hook_tells_the_users_lines(file: Path, kind: str, name: str) -> None:
     sync_only = (
-        "post-process",
-        "conversion",
-        "advantages",
-        "postprocess",
-        "loss",
-        "tis",
-        "reducer",
+        "post-process", "conversion", "advantages", "postprocess", "loss", "tis", "reducer",
         "trainer hook",
-    )
+    )  # fmt: skip
     if kind == "generate" and name == "fails":
         name = "fails_async"  # which it has to be
     if kind.endswith(sync_only):

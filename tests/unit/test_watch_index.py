@@ -323,16 +323,9 @@ def test_one_and_two_characters_are_found_wherever_they_stand(
     monkeypatch.setattr("slime.page.index._PATIENCE", 1)
     folder = a_run(tmp_path / "run")
     said = [
-        "other",
-        "zq at first",
-        "in the zq midst",
-        "at last zq",
-        "z",
-        "q",
-        "zq",
-        "ends in z",
-        "\U0010ffff",
-    ]
+        "other", "zq at first", "in the zq midst", "at last zq", "z", "q", "zq", "ends in z",
+        "\U0010ffff"
+    ]  # fmt: skip
     write_lines(folder / "samples" / "rollout_000000.jsonl", [{"response": text} for text in said])
     index = index_of(folder)
     for word in ("z", "q", "zq", "ZQ", "xx", "\U0010ffff"):

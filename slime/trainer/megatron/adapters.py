@@ -37,12 +37,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import xxhash
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import (
-    ReplicaId,
-    ShardedStateDict,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
@@ -71,7 +66,7 @@ from slime.models.adapters import (
 from slime.models.layouts import GATE_UP, STACKED_GATE_UP, Shard, SomeParts
 from slime.models.spec import ModelSpec
 from slime.models.table import shapes_of
-from slime.trainer.megatron.experts import StackedLinear, grouped_linear
+from slime.trainer.megatron.experts import StackedLinear, grouped_linear, sharded_tensor
 
 _ALIGNMENT = 8
 """Grouped products need row widths that are a multiple of this many elements."""
@@ -220,10 +215,10 @@ class LinearAdapter(LowRankAdapter):
         cut = (0, 0, replica)
         whole = (0, self.group.rank(), replica)
         if self.is_row_parallel:
-            down = _sharded(f"{prefix}down", self.down, offsets, place, cut)
-            return down | _sharded(f"{prefix}up", self.up, offsets, None, whole)
-        down = _sharded(f"{prefix}down", self.down, offsets, None, whole)
-        return down | _sharded(
+            down = sharded_tensor(f"{prefix}down", self.down, offsets, place, cut)
+            return down | sharded_tensor(f"{prefix}up", self.up, offsets, None, whole)
+        down = sharded_tensor(f"{prefix}down", self.down, offsets, None, whole)
+        return down | sharded_tensor(
             f"{prefix}up", self.up, offsets, place, cut, self.halves, is_padded=self.of_vocabulary
         )
 
@@ -266,8 +261,10 @@ class EmbeddingAdapter(LowRankAdapter):
     def _shards(self, prefix: str, offsets: tuple[Any, ...], replica: int) -> ShardedStateDict:
         rank = self.group.rank()
         place = (0, rank, self.group.size())
-        down = _sharded(f"{prefix}down", self.down, offsets, place, (0, 0, replica), is_padded=True)
-        return down | _sharded(f"{prefix}up", self.up, offsets, None, (0, rank, replica))
+        down = sharded_tensor(
+            f"{prefix}down", self.down, offsets, place, (0, 0, replica), is_padded=True
+        )
+        return down | sharded_tensor(f"{prefix}up", self.up, offsets, None, (0, rank, replica))
 
 
 def _summed(hidden: Tensor, group: Any, is_scattered: bool) -> Tensor:
@@ -409,9 +406,11 @@ class ExpertAdapter(LowRankAdapter):
             is_cut = (name == "down") == self.is_row_parallel
             if side.dim() == 2:  # one for all experts
                 tensor_rank = parallel_state.get_tensor_model_parallel_rank()
-                found |= _sharded(f"{prefix}{name}", side, offsets, None, (0, tensor_rank, replica))
+                found |= sharded_tensor(
+                    f"{prefix}{name}", side, offsets, None, (0, tensor_rank, replica)
+                )
                 continue
-            found |= _sharded(
+            found |= sharded_tensor(
                 f"{prefix}{name}",
                 side,
                 offsets,
@@ -425,65 +424,6 @@ class ExpertAdapter(LowRankAdapter):
 
 def _product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return F.linear(rows, weight) if weight.dim() == 2 else grouped_linear(rows, weight, ends)
-
-
-def _sharded(
-    key: str,
-    side: nn.Parameter,
-    offsets: tuple[Any, ...],
-    place: tuple[int, int, int] | None,
-    replica_id: ReplicaId,
-    halves: int = 1,
-    *,
-    of_experts: tuple[Any, ...] = (),
-    is_padded: bool = False,
-) -> ShardedStateDict:
-    """Return one side of an adapter as part of a checkpoint.
-
-    Args:
-        place: (sharded axis, shard, number of shards); None if the side is not sharded.
-        halves: 2 if each shard has a part of gate and one of up, else 1.
-        of_experts: the offset of this rank's experts, if the tensor holds those of all ranks.
-        is_padded: the full tensor has padding rows after the vocabulary, depending on the layout.
-    """
-    before = len(offsets)
-
-    def shards(
-        key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None = None
-    ) -> list[ShardedTensor]:
-        assert flattened_range is None, "adapters are kept whole"
-        pieces = tensor.chunk(halves, dim=place[0]) if place and halves > 1 else [tensor]
-        found = []
-        for i, piece in enumerate(pieces):
-            cut: tuple[Any, ...] = ()
-            if place is not None:
-                axis, number, count = place
-                cut = ((before + axis, number + i * count, count * halves),)
-            found.append(
-                ShardedTensor.from_rank_offsets(
-                    key,
-                    piece,
-                    *offsets,
-                    *of_experts,
-                    *cut,
-                    replica_id=replica_id,
-                    prepend_axis_num=before,
-                    allow_shape_mismatch=is_padded,
-                )
-            )
-        return found
-
-    if halves == 1:
-        (one,) = shards(key, side, replica_id)
-        one.data = side
-        return {key: one}
-    assert place is not None
-    axis = place[0]
-    return {
-        key: ShardedTensorFactory(
-            key, side, shards, lambda parts: torch.cat(parts, axis), replica_id
-        )
-    }
 
 
 # -- into the model --------------------------------------------------------------------------------

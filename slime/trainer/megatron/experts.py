@@ -206,79 +206,89 @@ class StackedLinear(torch.nn.Module):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """Return the weight as part of one tensor [all experts, out, in], which every expert layout
-        can load."""
-        key = f"{prefix}weight"
-        before = len(sharded_offsets)
-        replica_id = (0, 0, self.replica)
-        biases = {} if self.bias is None else self._sharded_bias(f"{prefix}bias", sharded_offsets)
-
-        def shards(
-            key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None = None
-        ) -> list[ShardedTensor]:
-            assert flattened_range is None, "expert weights are kept whole"
-            of_experts = (before, self.expert_rank, self.expert_ranks)
-            axis = before + self.cut_axis
-            pieces = self.shards * self.halves
-            return [
-                ShardedTensor.from_rank_offsets(
-                    key,
-                    half,
-                    *sharded_offsets,
-                    of_experts,
-                    (axis, self.shard + i * self.shards, pieces),
-                    replica_id=replica_id,
-                    prepend_axis_num=before,
-                )
-                for i, half in enumerate(tensor.chunk(self.halves, dim=1))
-            ]
-
-        if self.halves == 1:
-            (sharded,) = shards(key, self.weight, replica_id)
-            sharded.data = self.weight
-            return {key: sharded, **biases}
-        return {
-            key: ShardedTensorFactory(
-                key, self.weight, shards, lambda parts: torch.cat(parts, 1), replica_id
-            ),
-            **biases,
-        }
-
-    def _sharded_bias(self, key: str, sharded_offsets: tuple[Any, ...]) -> ShardedStateDict:
-        """Return the bias as part of one tensor [all experts, out]."""
-        before = len(sharded_offsets)
-        is_cut = self.cut_axis == 1
-        replica_id = (0, 0 if is_cut else self.shard, self.replica)
-
-        def shards(
-            key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None = None
-        ) -> list[ShardedTensor]:
-            assert flattened_range is None, "biases of experts are kept whole"
-            places = [(before, self.expert_rank, self.expert_ranks)]
-            pieces = self.shards * self.halves
-            return [
-                ShardedTensor.from_rank_offsets(
-                    key,
-                    half,
-                    *sharded_offsets,
-                    *places,
-                    *([(before + 1, self.shard + i * self.shards, pieces)] if is_cut else []),
-                    replica_id=replica_id,
-                    prepend_axis_num=before,
-                )
-                for i, half in enumerate(tensor.chunk(self.halves, dim=1))
-            ]
-
-        assert self.bias is not None
-        if self.halves == 1:
-            (sharded,) = shards(key, self.bias, replica_id)
-            sharded.data = self.bias
-            return {key: sharded}
-        return {
-            key: ShardedTensorFactory(
-                key, self.bias, shards, lambda parts: torch.cat(parts, 1), replica_id
+        """Return weight and bias as parts of tensors [all experts, out, in] and [all experts, out],
+        which every expert layout can load."""
+        of_experts = ((len(sharded_offsets), self.expert_rank, self.expert_ranks),)
+        found = sharded_tensor(
+            f"{prefix}weight",
+            self.weight,
+            sharded_offsets,
+            (self.cut_axis, self.shard, self.shards),
+            (0, 0, self.replica),
+            self.halves,
+            of_experts=of_experts,
+        )
+        if self.bias is not None:
+            is_cut = self.cut_axis == 1
+            found |= sharded_tensor(
+                f"{prefix}bias",
+                self.bias,
+                sharded_offsets,
+                (1, self.shard, self.shards) if is_cut else None,
+                (0, 0 if is_cut else self.shard, self.replica),
+                self.halves,
+                of_experts=of_experts,
             )
-        }
+        return found
+
+
+def sharded_tensor(
+    key: str,
+    tensor: Tensor,
+    offsets: tuple[Any, ...],
+    place: tuple[int, int, int] | None,
+    replica_id: ReplicaId,
+    halves: int = 1,
+    *,
+    of_experts: tuple[Any, ...] = (),
+    is_padded: bool = False,
+) -> ShardedStateDict:
+    """Return this rank's part of a tensor, for a checkpoint that every layout can load.
+
+    Args:
+        place: (sharded axis, shard, number of shards); None if the tensor is not sharded.
+        halves: 2 if each shard has a part of gate and one of up, else 1.
+        of_experts: the offset of this rank's experts, if the tensor holds those of all ranks.
+        is_padded: the full tensor has padding rows after the vocabulary, depending on the layout.
+    """
+    before = len(offsets)
+
+    def shards(
+        key: str, part: Tensor, replica_id: ReplicaId, flattened_range: slice | None = None
+    ) -> list[ShardedTensor]:
+        assert flattened_range is None, "optimizers keep these tensors whole"
+        pieces = part.chunk(halves, dim=place[0]) if place and halves > 1 else [part]
+        found = []
+        for i, piece in enumerate(pieces):
+            cut: tuple[Any, ...] = ()
+            if place is not None:
+                axis, number, count = place
+                cut = ((before + axis, number + i * count, count * halves),)
+            found.append(
+                ShardedTensor.from_rank_offsets(
+                    key,
+                    piece,
+                    *offsets,
+                    *of_experts,
+                    *cut,
+                    replica_id=replica_id,
+                    prepend_axis_num=before,
+                    allow_shape_mismatch=is_padded,
+                )
+            )
+        return found
+
+    if halves == 1:
+        (one,) = shards(key, tensor, replica_id)
+        one.data = tensor
+        return {key: one}
+    assert place is not None
+    axis = place[0]
+    return {
+        key: ShardedTensorFactory(
+            key, tensor, shards, lambda parts: torch.cat(parts, axis), replica_id
+        )
+    }
 
 
 class _Share(torch.autograd.Function):

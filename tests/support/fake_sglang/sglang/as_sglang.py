@@ -45,23 +45,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 #: Modules that SGLang's reader of pickles lets through, by the beginnings of their names.
 ALLOWED = (
-    "builtins.",
-    "collections.",
-    "copyreg.",
-    "functools.",
-    "itertools.",
-    "operator.",
-    "types.",
-    "weakref.",
-    "torch.",
-    "multiprocessing.resource_sharer.",
-    "multiprocessing.reduction.",
-    "pickletools.",
-    "peft.",
-    "transformers.",
-    "huggingface_hub.",
-    "sglang.srt.",
-)
+    "builtins.", "collections.", "copyreg.", "functools.", "itertools.", "operator.", "types.",
+    "weakref.", "torch.", "multiprocessing.resource_sharer.", "multiprocessing.reduction.",
+    "pickletools.", "peft.", "transformers.", "huggingface_hub.", "sglang.srt.",
+)  # fmt: skip
 #: Ends of names of what stands beside quantised weights.
 QUANTISED = (".weight_scale", ".weight_scale_inv", ".weight_packed")
 _BEGIN, _END = "/begin_weight_update", "/end_weight_update"
