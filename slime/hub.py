@@ -258,8 +258,9 @@ def upload(repo: str, folder: Path, files: dict[str, bytes], *, private: bool, m
     with _hub_errors(repo):
         url = api.create_repo(repo, private=private, exist_ok=True)
         operations = [CommitOperationAdd(name, content) for name, content in files.items()]
-        for path in sorted(folder.iterdir()):
-            if path.is_file() and path.name not in files and not path.name.startswith("."):
-                operations.append(CommitOperationAdd(path.name, path))
+        for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
+            name = path.relative_to(folder).as_posix()
+            if path.is_file() and name not in files and not path.name.startswith("."):
+                operations.append(CommitOperationAdd(name, path))
         api.create_commit(repo, operations, commit_message=message)
     return str(url)

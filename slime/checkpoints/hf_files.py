@@ -47,6 +47,8 @@ _QUANTISED = {
     ".weight_packed": "INT4",
     ".qweight": "INT4",
 }
+#: The folder in which transformers stores chat templates besides the default one.
+_NAMED_TEMPLATES = "additional_chat_templates"
 #: Endings of names of files that are no assets of a model: weights, and their index.
 _WEIGHT_SUFFIXES = (
     ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json",
@@ -450,7 +452,7 @@ def check_export(directory: Path, kept: Mapping[str, Path]) -> None:
     is_model = any(entry.name.endswith(".safetensors") for entry in entries)
     if (
         directory.is_file()
-        or any(entry.is_dir() for entry in entries)
+        or any(entry.is_dir() and entry.name != _NAMED_TEMPLATES for entry in entries)
         or (entries and not is_model)
     ):
         there = "a file" if directory.is_file() else contents_of(directory)
@@ -575,8 +577,16 @@ class HfWriter:
         publish(self._partial, self.directory)
 
 
+def copy_named_templates(source: Path, target: Path) -> None:
+    """Copy the chat templates besides the default one."""
+    folder = source / _NAMED_TEMPLATES
+    if folder.is_dir():
+        shutil.copytree(folder, target / folder.name, dirs_exist_ok=True)
+
+
 def copy_assets(source: Path, target: Path, dtype: str | None = None) -> None:
-    """Copy config, tokenizer and remote-code files: all top-level files except weights.
+    """Copy config, tokenizer and remote-code files: all top-level files except weights, and named
+    chat templates.
 
     Args:
         dtype: dtype of unquantised weights, which is written to config.json, without
@@ -590,6 +600,7 @@ def copy_assets(source: Path, target: Path, dtype: str | None = None) -> None:
         ):
             continue
         shutil.copyfile(entry, target / entry.name)
+    copy_named_templates(source, target)
     config_path = target / "config.json"
     if dtype is not None and config_path.is_file():
         config = json.loads(config_path.read_text())

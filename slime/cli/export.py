@@ -20,7 +20,7 @@ from typing import get_args
 from slime.checkpoints.directory import partial_dir, publish
 from slime.checkpoints.gguf_adapter import adapter_to_gguf
 from slime.checkpoints.gguf_export import check_writable, hf_to_gguf
-from slime.checkpoints.hf_files import check_export
+from slime.checkpoints.hf_files import check_export, copy_named_templates
 from slime.checkpoints.merging import merge_adapter, trained_beside
 from slime.checkpoints.peft_files import ExpertLayout, read_adapter, rewrite_adapter
 from slime.checkpoints.run_models import bases
@@ -137,6 +137,7 @@ def _copy(source: Path, target: Path) -> None:
     for entry in sorted(source.iterdir()):
         if entry.is_file():
             shutil.copyfile(entry, unfinished / entry.name)
+    copy_named_templates(source, unfinished)
     publish(unfinished, target)
 
 

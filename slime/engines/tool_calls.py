@@ -431,7 +431,8 @@ def chat_template(directory: Path) -> str | None:
     transformers."""
     for file in (directory / "chat_template.jinja", directory / "chat_template.json"):
         if file.is_file():
-            return file.read_text(encoding="utf-8")
+            named = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+            return "\n".join(one.read_text(encoding="utf-8") for one in (file, *named))
     found = read_object(directory / "tokenizer_config.json").get("chat_template")
     if not found:
         return None

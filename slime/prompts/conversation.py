@@ -999,6 +999,15 @@ def read_tools(
     ]
 
 
+def tools_of(metadata: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the tools of a sample from its metadata; None if it has none, or other values of the
+    user's under their key."""
+    try:
+        return read_tools(metadata.get("tools")) or None
+    except ConversationError:
+        return None
+
+
 def _tool(tool: Any, where: str, drops_nulls: bool) -> dict[str, Any]:
     tool = _decoded(tool, where)
     function = _decoded(tool.get("function"), where) if isinstance(tool, Mapping) else None

@@ -17,7 +17,12 @@ from slime.files import read_object
 from slime.models.gemma3 import GEMMA3
 from slime.models.siglip import GEMMA3_VISION, image_tokens
 from slime.processes.garbage import paused
-from slime.prompts.chat_template import carries_template, end_of_turn_tokens, template_markers
+from slime.prompts.chat_template import (
+    carries_template,
+    end_of_turn_tokens,
+    template_markers,
+    template_source,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -139,9 +144,9 @@ def opening_tokens(tokenizer: Any) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=8)
-def _markers(tokenizer: Any, chat_template: str | None) -> list[str]:
+def _markers(tokenizer: Any, source: str) -> list[str]:
     try:
-        return template_markers(tokenizer) if chat_template else []
+        return template_markers(tokenizer) if source else []
     except UserError:  # reported where the template is used
         return []
 
@@ -165,7 +170,7 @@ def with_opening(tokenizer: Any, text: str, ids: list[int], *, templated: bool) 
     opening = [] if templated else list(opening_tokens(tokenizer))
     if not opening or ids[:1] == opening[:1]:
         return ids
-    markers = _markers(tokenizer, getattr(tokenizer, "chat_template", None))
+    markers = _markers(tokenizer, template_source(tokenizer))
     return ids if carries_template(text, markers) else [*opening, *ids]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from slime.errors import UserError
 from slime.prompts.chat_template import render_messages
+from slime.prompts.conversation import tools_of
 from slime.prompts.problems import RowProblem
 from slime.prompts.row_format import Prompt, RowFormat
 from slime.prompts.tokenizer import with_opening
@@ -60,7 +61,7 @@ class UnknownTokens:
             return self.problem(prompt.tokens)
         text = prompt.text
         if not isinstance(text, str):
-            tools = prompt.metadata.get("tools")
+            tools = tools_of(prompt.metadata)
             try:
                 text = render_messages(self._tokenizer, text, tools=tools, **form.template_kwargs)
             except UserError:  # there is no template, which is reported where it is needed

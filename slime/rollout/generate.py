@@ -37,7 +37,7 @@ from slime.log import get_logger, tell
 from slime.models.vision import one_placeholder_each, placeholder_runs
 from slime.observe.trace import record_engine_timings, span
 from slime.prompts.chat_template import between_turns, render_messages, without_repeated_end
-from slime.prompts.conversation import ImageParts, read_messages
+from slime.prompts.conversation import ImageParts, read_messages, tools_of
 from slime.prompts.images import ImagePrompts, add_images, bytes_of, kept, read_inline
 from slime.prompts.tokenizer import with_opening
 from slime.rollout.resumed_requests import (
@@ -534,7 +534,7 @@ def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:
         kwargs = sample.apply_chat_template_kwargs
         if state is not None:
             kwargs = state.template_kwargs_for(sample)
-        tools = sample.metadata.get("tools")
+        tools = tools_of(sample.metadata)
         text = render_messages(tokenizer, sample.prompt, tools=tools, **kwargs)
         ids = list(tokenizer.encode(text, add_special_tokens=False))
     if not ids:
@@ -610,7 +610,7 @@ def append_message(sample: Sample, message: dict[str, Any]) -> None:
     text = between_turns(
         state.tokenizer,
         given,
-        tools=sample.metadata.get("tools"),
+        tools=tools_of(sample.metadata),
         **state.template_kwargs_for(sample),
     )
     tokens = state.tokenizer.encode(text, add_special_tokens=False)

@@ -19,7 +19,7 @@ from typing import Any
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.models.vision import ImageSpan
-from slime.prompts.conversation import Messages
+from slime.prompts.conversation import Messages, tools_of
 from slime.prompts.dataset_folders import EVALUATION
 from slime.prompts.images import Source, add_images, images_of
 from slime.prompts.preference_rows import conversation_of, images_of_answers
@@ -180,7 +180,7 @@ class PreferenceEncoder:
         Raises:
             UserError: nothing in an answer can be trained on, or its earlier turns are rewritten.
         """
-        tools = metadata.get("tools")
+        tools = tools_of(metadata)
         names = ("chosen", "rejected") if self.takes_pairs else ("completion",)
         answers = {name: label[name] for name in names}
         for name, answer in answers.items():

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger, tell
+from slime.prompts.conversation import tools_of
 from slime.prompts.images import add_images, images_of
 from slime.prompts.sft_encoding import SftEncoding, SftTotals
 from slime.prompts.source import PromptSource
@@ -246,7 +247,7 @@ class SftEncoder:
         Raises:
             UserError: nothing in the row can be trained on.
         """
-        tools = sample.metadata.get("tools")
+        tools = tools_of(sample.metadata)
         encoded = self._encoding.encode(
             sample.prompt, sample.label, tokens=sample.tokens, tools=tools
         )

@@ -35,7 +35,7 @@ from slime.log import get_logger
 from slime.models.context import model_context
 from slime.processes.host import without_working_directory
 from slime.processes.owner import follow_parent
-from slime.prompts.conversation import read_messages
+from slime.prompts.conversation import read_messages, tools_of
 from slime.prompts.dataset_folders import EVALUATION, TRAINING
 from slime.prompts.prepare import (
     ALL_ROWS,
@@ -345,7 +345,7 @@ class SftJudge:
         return [list(self._problems(prompt)) for prompt in prompts]
 
     def _problems(self, prompt: Prompt) -> Iterator[RowProblem]:
-        tools = prompt.metadata.get("tools")
+        tools = tools_of(prompt.metadata)
         try:
             encoded = self._encoding.encode(
                 prompt.text, prompt.label, tokens=prompt.tokens, tools=tools
@@ -367,7 +367,7 @@ class SftJudge:
         if self._rule is None or not self._to_compare or not isinstance(prompt.text, list):
             return
         self._to_compare -= 1
-        tools = prompt.metadata.get("tools")
+        tools = tools_of(prompt.metadata)
         messages = with_answer(read_messages(prompt.text, tools=tools), prompt.label)
         difference = mask_difference(
             self._rule, self._tokenizer, messages, tools, encoded.sequences

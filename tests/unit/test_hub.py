@@ -175,6 +175,9 @@ def test_what_the_hub_does_not_have(tmp_path: Path) -> None:
 
 def test_push_uploads_the_runs_model_with_a_card(tmp_path: Path) -> None:
     run_folder = write_run(tmp_path)
+    template = run_folder / "model" / "additional_chat_templates" / "tool_use.jinja"
+    template.parent.mkdir()
+    template.write_text("{{ tools }}")
     command = [sys.executable, "-m", "slime", "push", str(run_folder), "me/sums"]
     with stub_hub() as (url, hub):
         done = run(command, tmp_path, HF_ENDPOINT=url, HF_TOKEN="hf_secret")
@@ -183,6 +186,7 @@ def test_push_uploads_the_runs_model_with_a_card(tmp_path: Path) -> None:
         assert hub.tokens == {"Bearer hf_secret"}
     assert done.stdout.strip().endswith(f"is at {url}/me/sums")
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= files.keys()
+    assert files["additional_chat_templates/tool_use.jinja"] == template.read_bytes()
     assert files["model.safetensors"] == (run_folder / "model" / "model.safetensors").read_bytes()
     card = files["README.md"].decode()
     for said in (

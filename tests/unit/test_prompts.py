@@ -261,11 +261,12 @@ def test_the_context_limits_prompts_too_and_what_is_left_out_is_said(
         # templated by whoever made the data
         (CHATML, "<|im_start|>user\n2+2=<|im_end|>\n", False, False),
         (None, "<|endoftext|>2+2=", False, False),  # never twice
+        ({"default": CHATML, "tool_use": CHATML}, "2+2=", False, True),
         ("{% for m in messages %}{{ raise_exception('no') }}{% endfor %}", "2+2=", False, True),
     ],
 )
 def test_plain_text_begins_with_what_the_tokenizer_puts_before_one(
-    template: str | None, text: str, templated: bool, opens: bool
+    template: Any, text: str, templated: bool, opens: bool
 ) -> None:
     tokenizer = make_tokenizer(template, bos="<|endoftext|>")
     bare = tokenizer.encode(text, add_special_tokens=False)

@@ -270,6 +270,12 @@ def test_each_family_has_a_format_or_none_and_templates_decide_first(tmp_path: P
     assert format_of(tmp_path) is FORMATS["glm45"]
     (tmp_path / "chat_template.jinja").write_text("… <tool_call>\\n<function=' + name …")
     assert format_of(tmp_path) is FORMATS["qwen3_coder"]
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(
+        "<tool_call></tool_call>"
+    )
+    assert format_of(tmp_path) is FORMATS["hermes"]
 
 
 @pytest.mark.parametrize(

@@ -279,6 +279,19 @@ def test_answers_that_are_cut_off_in_their_reasoning_are_told(tmp_path: Path) ->
     assert "2 of 3 rows have answers that are cut off in their reasoning" in line
 
 
+@pytest.mark.parametrize("own", [["search"], "search", {"search": True}])
+def test_tools_in_the_metadata_that_are_no_tools_are_left_to_the_user(
+    tmp_path: Path, own: Any
+) -> None:
+    path = write_jsonl(
+        tmp_path / "rows.jsonl", [chat("1+2=", "3") | {"metadata": {"tools": own}}] * 2
+    )
+    config = config_of(path, loss_type="sft_loss", input_key="messages", label_key=None)
+    assert validate_data(config, TOKENIZER).error is None
+    output = generate_sft(config, PromptSource(config, TOKENIZER), TOKENIZER)
+    assert output.samples[0].samples[0].metadata == {"tools": own}
+
+
 SYSTEM = {"role": "system", "content": "be brief"}
 ASKED = {"role": "user", "content": "What is one and two?"}
 

@@ -30,6 +30,8 @@ def sharded(tmp_path: Path) -> Path:
     root.mkdir()
     (root / "config.json").write_text(json.dumps(CONFIG))
     (root / "tokenizer.json").write_text("{}")
+    (root / "additional_chat_templates").mkdir()
+    (root / "additional_chat_templates" / "tool_use.jinja").write_text("<tool_call></tool_call>")
     weight_map = {}
     names = list(TENSORS)
     for number in range(4):
@@ -144,6 +146,7 @@ def test_what_is_written_can_be_read(sharded: Path, tmp_path: Path, shard_bytes:
     assert (len(reader.file_names) > 1) == (shard_bytes == 6000)
     assert all(path.stat().st_size < 2 * 6000 for path in target.glob("model-*.safetensors"))
     assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
+    assert (target / "additional_chat_templates" / "tool_use.jinja").exists()
     assert (target / "tokenizer.json").exists() and not list(tmp_path.glob(".*"))
 
 

@@ -21,6 +21,7 @@ from slime.errors import UserError
 from slime.files import read_object
 from slime.log import get_logger
 from slime.prompts.chat_template import render_prompt, template_form
+from slime.prompts.conversation import tools_of
 from slime.prompts.images import ImagePrompts, bytes_of, image_prompts, sees_images
 from slime.prompts.sft_encoding import SftEncoding
 from slime.prompts.tokenizer import end_token_ids, load_tokenizer, with_opening
@@ -164,7 +165,7 @@ class RewardModelScorer:
                 "generation puts them into the template",
             )
         encoding = self._encoding
-        tools = sample.metadata.get("tools")
+        tools = tools_of(sample.metadata)
         is_plain = isinstance(prompt, str) and (self._shares_vocabulary or not self._has_template)
         # the policy may say what no template writes as it is, or nothing
         with contextlib.suppress(UserError):
