@@ -40,7 +40,7 @@ def schedule_lengths(
     if warmup >= decay and lr_decay_style != "constant":
         raise UserError(
             f"the learning rate warms up for {warmup} samples but decays within {decay}",
-            why="the decay counts from the start of the run, warm-up included",
+            why="the decay counts from the first step of the model, warm-up included",
             fix="lower --lr-warmup-iters, or raise --lr-decay-iters",
         )
     last = (lr_wsd_decay_iters or 0) * global_batch_size

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from slime.samples.sample_fields import as_list, reward_number
+from slime.samples.sample_fields import LARGEST_REWARD, as_list, reward_number
 from slime.user_code.loading import FunctionFailed
 
 
@@ -93,5 +93,5 @@ def token_rewards_problem(rewards: Any, num_tokens: int) -> str:
         return ""
     if not isinstance(rewards, list) or len(rewards) > num_tokens:
         return "that are not a list with one number per response token"
-    finite = all(isinstance(one, int | float) and math.isfinite(one) for one in rewards)
-    return "" if finite else "that are not all finite numbers"
+    fits = all(isinstance(one, int | float) and abs(one) <= LARGEST_REWARD for one in rewards)
+    return "" if fits else "that are not all finite numbers between -1e18 and 1e18"

@@ -104,15 +104,18 @@ def _preference_loss(
         )
     )
     weight = inputs.sample_weight  # of a pair, or of a labelled answer
-    per_chosen = 1.0 / max(labels.step.num_chosen, 1.0)
-    per_rejected = 1.0 / max(labels.step.num_rejected, 1.0)
     loss = outcome.loss.sum() * weight
-    metrics = {
-        "preference_loss": loss,
-        "chosen_rewards": outcome.chosen_rewards.sum() * per_chosen,
-        "rejected_rewards": outcome.rejected_rewards.sum() * per_rejected,
-    }
-    metrics["reward_margin"] = metrics["chosen_rewards"] - metrics["rejected_rewards"]
+    metrics = {"preference_loss": loss}
+    for kind, answers, rewards, number in (
+        ("chosen", chosen, outcome.chosen_rewards, labels.step.num_chosen),
+        ("rejected", rejected, outcome.rejected_rewards, labels.step.num_rejected),
+    ):
+        if number:  # a step of labelled answers may lack a kind
+            metrics[f"{kind}_rewards"] = rewards.sum() / number
+            if not algorithm.facts.trains_head:
+                metrics[f"{kind}_log_probs"] = answers.sums.sum() / number
+    if {"chosen_rewards", "rejected_rewards"} <= metrics.keys():
+        metrics["reward_margin"] = metrics["chosen_rewards"] - metrics["rejected_rewards"]
     if algorithm.facts.takes_pairs:
         right = (outcome.chosen_rewards > outcome.rejected_rewards).sum()
     else:
@@ -121,11 +124,8 @@ def _preference_loss(
         right = right + (outcome.rejected_rewards < zero_point).sum()
         metrics["kto_kl"] = loss.new_tensor(zero_point * len(inputs.samples) * weight)
     metrics["reward_accuracy"] = right * weight
-    if not algorithm.facts.trains_head:
-        metrics["chosen_log_probs"] = chosen.sums.sum() * per_chosen
-        metrics["rejected_log_probs"] = rejected.sums.sum() * per_rejected
     if flags.preference_sft_coef:
-        sft = -chosen.means.sum() * per_chosen
+        sft = -chosen.means.sum() / max(labels.step.num_chosen, 1.0)
         metrics["chosen_nll"] = sft
         loss = loss + flags.preference_sft_coef * sft
     return loss, metrics

@@ -188,8 +188,8 @@ def quantisation_metrics(
 def mean_of_steps(
     steps: Sequence[dict[str, float]], *, first_only: bool = False
 ) -> dict[str, float]:
-    """Average metrics over the optimizer steps. Learning rates are the last step's; skipped steps
-    are counted.
+    """Average metrics over the optimizer steps that have them. Learning rates are the last step's;
+    skipped steps are counted.
 
     Args:
         first_only: take the difference from the engine of the first step alone. It is measured in
@@ -198,8 +198,8 @@ def mean_of_steps(
     if not steps:
         return {}
     means: dict[str, float] = {}
-    for name in steps[0]:
-        values = [step[name] for step in steps]
+    for name in dict.fromkeys(name for step in steps for name in step):
+        values = [step[name] for step in steps if name in step]
         if name.startswith(_LEARNING_RATES):
             means[name] = values[-1]
         elif name in ("train/skipped", "train/critic-skipped"):

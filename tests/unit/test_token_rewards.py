@@ -102,6 +102,7 @@ def test_lists_that_fit_nothing_are_refused(
         ([1.0] * 4, "not a list"),
         ([1.0, math.nan, 0.0], "not all finite"),
         ([1.0, math.inf, 0.0], "not all finite"),
+        ([1.0, 1e39, 0.0], "not all finite"),  # infinite in float32
         (["1", 1.0, 0.0], "not all finite"),
     ],
     ids=str,

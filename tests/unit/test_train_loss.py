@@ -265,7 +265,9 @@ OF_A_PAIR = 0.125
 BETA = 0.5
 
 
-def preference_metrics(name: str, **flags: Any) -> tuple[float, dict[str, float]]:
+def preference_metrics(
+    name: str, num_chosen: float = NUM_CHOSEN, **flags: Any
+) -> tuple[float, dict[str, float]]:
     config = trainer_config(
         loss_type="preference_loss", preference_loss=name, n_samples_per_prompt=1, **flags
     )
@@ -284,7 +286,7 @@ def preference_metrics(name: str, **flags: Any) -> tuple[float, dict[str, float]
         preferences=PreferenceLabels(
             chosen=torch.tensor([0, 2, 4]),
             rejected=torch.tensor([1, 3, 5]),
-            step=PreferenceStep(NUM_CHOSEN, NUM_REJECTED, 0.5 if name == "kto" else 0.0),
+            step=PreferenceStep(num_chosen, NUM_REJECTED, 0.5 if name == "kto" else 0.0),
         ),
     )
     scores = TokenValues(values) if trains_head else TokenScores(values)
@@ -352,6 +354,10 @@ def test_every_metric_of_labelled_answers_is_its_definition() -> None:
     expected["reward_margin"] = expected["chosen_rewards"] - expected["rejected_rewards"]
     loss, metrics = preference_metrics("kto", preference_beta=BETA)
     assert metrics == pytest.approx({**expected, "loss": loss})
+    # a step without desirable answers has no mean of them
+    _, metrics = preference_metrics("kto", num_chosen=0.0, preference_beta=BETA)
+    missing = {"chosen_rewards", "chosen_log_probs", "reward_margin"}
+    assert metrics.keys() == {*expected, "loss"} - missing
 
 
 def test_every_metric_of_a_reward_model_is_its_definition() -> None:

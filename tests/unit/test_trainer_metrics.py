@@ -190,9 +190,15 @@ def test_steps_are_averaged_and_counted() -> None:
             "train/lr-pg_0": 0.2,
             "train/skipped": 1.0,
             "train/train_rollout_logprob_abs_diff": 0.75,
+            "train/chosen_rewards": 3.0,  # the first step had no such answer
         },
     ]
-    expected = {"train/loss": 1.5, "train/lr-pg_0": 0.2, "train/skipped_steps": 2.0}
+    expected = {
+        "train/loss": 1.5,
+        "train/lr-pg_0": 0.2,
+        "train/skipped_steps": 2.0,
+        "train/chosen_rewards": 3.0,
+    }
     assert mean_of_steps(steps) == {**expected, "train/train_rollout_logprob_abs_diff": 0.5}
     assert mean_of_steps(steps, first_only=True) == {
         **expected,
