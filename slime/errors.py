@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
@@ -144,6 +144,15 @@ class RunFailed(UserError):
     """
 
     exit_status = 1
+
+
+def safe_repr(value: object, show: Callable[[object], str] = repr) -> str:
+    """Return the repr of a value (or with ``show`` its str), also of a user's class whose repr
+    raises."""
+    try:
+        return show(value)
+    except Exception as error:
+        return f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
 
 
 def name_and_text(error: BaseException) -> str:

@@ -16,6 +16,8 @@ from typing import Any
 import orjson
 import xxhash
 
+from slime.errors import safe_repr
+
 _MAX_DEPTH = 12
 _INT64 = 1 << 63
 
@@ -47,11 +49,12 @@ def json_safe(value: Any, max_text: int = 0, _depth: int = 0) -> Any:
     if _depth < _MAX_DEPTH:
         if isinstance(value, dict):
             return {
-                str(json_safe(str(k))): json_safe(v, max_text, _depth + 1) for k, v in value.items()
+                str(json_safe(safe_repr(k, str))): json_safe(v, max_text, _depth + 1)
+                for k, v in value.items()
             }
         if isinstance(value, (list, tuple, set, frozenset)):
             return [json_safe(item, max_text, _depth + 1) for item in value]
-    return json_safe(repr(value), max_text or 200)
+    return json_safe(safe_repr(value), max_text or 200)
 
 
 def indented_json(value: Any) -> bytes:

@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.errors import UserError
+from slime.errors import UserError, name_and_text
 from slime.files import dump_line, json_safe, write_atomically
+from slime.log import get_logger
 from slime.observe.chrome_trace import write_trace
 from slime.observe.run_folder import RunFolder
 from slime.observe.trace import set_tracing
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
     from slime.config.config import Config
     from slime.samples.batch import SampleKey, TrainedTokens
+
+logger = get_logger(__name__)
 
 #: Maximum characters of a recorded prompt, response or label.
 MAX_TEXT = 20_000
@@ -301,15 +304,18 @@ class Recorder:
             return
         told = {
             "failed": while_,
-            "error": f"{type(error).__name__}: {error}",
+            "error": name_and_text(error),
             "rollout_id": rollout_id,
+            "traceback": "".join(traceback.format_exception(error))[-MAX_TEXT:],
         }
-        told["traceback"] = "".join(traceback.format_exception(error))[-MAX_TEXT:]
         name = "failed_eval.jsonl" if rollout_id is None else f"failed_{rollout_id:06d}.jsonl"
-        lines = [dump_line({**told, **_as_far_as_it_goes(sample)}) for sample in samples]
-        self._run.samples.mkdir(parents=True, exist_ok=True)
-        with (self._run.samples / name).open("ab") as file:
-            file.write(b"".join(lines))
+        lines = [dump_line(json_safe(told) | _as_far_as_it_goes(sample)) for sample in samples]
+        try:
+            self._run.samples.mkdir(parents=True, exist_ok=True)
+            with (self._run.samples / name).open("ab") as file:
+                file.write(b"".join(lines))
+        except OSError as problem:  # a full disk; the failure has been logged
+            logger.warning("%s: %s", self._run.samples / name, problem)
 
     def token_keys(self, groups: Sequence[Group]) -> frozenset[SampleKey]:
         """Return the keys of samples whose tokens `record_rollout` writes one by one. Keys that are

@@ -34,6 +34,7 @@ from typing import Any, TypeVar
 import psutil
 
 from slime import deadlines
+from slime.errors import safe_repr
 from slime.processes.children import began_at, children_of, kill, ticks
 from slime.processes.stacks import frames_of_task, lines_of_users, stack_of_thread
 
@@ -116,7 +117,11 @@ async def _contained(work: Awaitable[T]) -> T:
 def _as_exception(error: BaseException) -> RuntimeError:
     """Turn an exception that would end the shared event loop into one that affects only the code
     that raised it."""
-    what = "it hung, and was ended" if isinstance(error, UserCodeKilled) else f"it raised {error!r}"
+    what = (
+        "it hung, and was ended"
+        if isinstance(error, UserCodeKilled)
+        else f"it raised {safe_repr(error)}"
+    )
     return RuntimeError(what).with_traceback(error.__traceback__)
 
 

@@ -123,10 +123,28 @@ def leaves_a_process(sample: Sample) -> Any:
 
 LEFT: list[subprocess.Popen[bytes]] = []
 NAN = float("nan")
+
+
+class Untold(Exception):
+    """Like a user's class whose __init__ has not set what its texts are made of."""
+
+    def __str__(self) -> str:
+        raise AttributeError("message")
+
+    __repr__ = __str__
+
+
+class UntoldExit(BaseException):
+    __str__ = __repr__ = Untold.__str__
+
+
 RAISES = {
     "raises": Case(raises(LookupError("mine")), "LookupError: mine"),
     "leaves the program": Case(raises(SystemExit(3)), "raised SystemExit(3)"),
     "raises what is no Exception": Case(raises(Own("mine")), "raised Own('mine')"),
+    "raises what has no text": Case(raises(Untold()), "Untold: (its text raises AttributeError)"),
+    "raises no Exception without a text": Case(raises(UntoldExit()), "raised <UntoldExit, whose"),
+    "raises text of broken bytes": Case(raises(ValueError("\udce4 mine")), "ValueError: ? mine"),
 }
 CANCELS_ITSELF = {"cancels itself": Case(raises(asyncio.CancelledError()), "raised CancelledError")}
 #: Of a sample's fields, for whatever returns samples.

@@ -109,6 +109,28 @@ def test_any_metadata_becomes_json_that_reads_back(value: Any) -> None:
     assert json.loads(line)["metadata"].keys() == {"user"}
 
 
+class Unshown:
+    """Like a user's class whose __init__ has not set what its texts are made of."""
+
+    def __repr__(self) -> str:
+        raise AttributeError("name")
+
+
+def test_values_without_a_repr_are_named_by_their_class() -> None:
+    sample = Sample(prompt="p", metadata={"mine": Unshown(), Unshown(): 1})
+    line = json.dumps(sample_record(sample))
+    assert line.count("<Unshown, whose repr raises AttributeError>") == 2
+
+
+def test_a_failure_that_cannot_be_recorded_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder(tmp_path, make_config(rollout_batch_size=1, num_rollout=1))
+    (tmp_path / "samples").write_text("a file where the folder was")
+    recorder.record_failure(3, [Sample(prompt="p")], "reward", ValueError("mine"))
+    assert "failed_000003.jsonl" in caplog.text
+
+
 def test_long_texts_are_cut_and_say_so() -> None:
     assert json_safe("x" * 50, max_text=10) == "x" * 10 + "… [40 more characters]"
     deep: Any = []
