@@ -49,6 +49,7 @@ from slime.models.adapters import (
     adapted_layers,
     adapter_family,
     by_expert,
+    leaves,
     peft_name,
     split_peft_name,
     with_module,
@@ -384,10 +385,12 @@ def _check_is_target(module: str, config: Mapping[str, Any], path: Path) -> None
     targets = config.get("target_modules")
     if targets is None or targets == "all-linear":
         return
+    # experts of some layers are targets by the path of their layer's stack, as `_targets` writes it
+    paths = {module, _EXPERT.sub(r"\g<experts>.\g<leaf>", module)}
     if isinstance(targets, str):
-        is_target = re.fullmatch(targets, module) is not None
+        is_target = any(re.fullmatch(targets, path) for path in paths)
     else:
-        is_target = any(module == one or module.endswith(f".{one}") for one in targets)
+        is_target = any(f".{path}".endswith(f".{one}") for path in paths for one in targets)
     parameters = [str(one) for one in config.get("target_parameters") or ()]
     # a Linear layer's weight or the router's, as a parameter
     by_parameter = any(f".{module}.weight".endswith(f".{one}") for one in parameters)
@@ -868,20 +871,24 @@ def _config(
 
 
 def _zeros(tensors: Mapping[str, TensorSource], spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """Return factors of zeros for the missing modules of fused sets."""
+    """Return factors of zeros for the missing modules of fused sets, and of experts: PEFT and
+    SGLang ignore single experts without both sides."""
     import torch
 
-    shapes = dict(with_single_experts(table_of(spec)).hf_tensors(spec))
+    family = with_single_experts(table_of(spec))
+    shapes = dict(family.hf_tensors(spec))
+    of_experts = tuple(leaf for rule in family.rules if rule.is_expert for leaf in leaves(rule))
     zeros: dict[str, torch.Tensor] = {}
     for module in {module_of(name) for name in tensors}:
         parent, _, leaf = module.rpartition(".")
-        for partner in next((one for one in FUSED_SETS if leaf in one), ()):
+        fused = next((one for one in FUSED_SETS if leaf in one), ())
+        for partner in of_experts if _EXPERT.fullmatch(module) else fused:
             missing = f"{parent}.{partner}"
             if f"{missing}.weight" in shapes and peft_name(missing, "A") not in tensors:
                 a = tensors[peft_name(module, "A")]
+                rows, columns = shapes[f"{missing}.weight"]
                 dtype = a[:1].dtype
-                rows = shapes[f"{missing}.weight"][0]
-                zeros[peft_name(missing, "A")] = torch.zeros(tuple(a.shape), dtype=dtype)
+                zeros[peft_name(missing, "A")] = torch.zeros(a.shape[0], columns, dtype=dtype)
                 zeros[peft_name(missing, "B")] = torch.zeros(rows, a.shape[0], dtype=dtype)
     return zeros
 

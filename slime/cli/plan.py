@@ -33,7 +33,7 @@ from slime.memory.plan import MemoryPlan, facts_of, table
 from slime.models import family_of
 from slime.models.flops import sequence_cost
 from slime.models.spec import read_hf_config
-from slime.run.preflight import from_the_hub
+from slime.run.preflight import check_layouts, from_the_hub
 
 _ASSUMED = "H200"
 _SHOWN = 4
@@ -114,7 +114,14 @@ def _parser() -> Arguments:
 
 def report(config: Config, rates: Rates, own: argparse.Namespace) -> list[str]:
     """Return the lines of the plan: memory, time per step, and other layouts that are worth
-    trying."""
+    trying.
+
+    Raises:
+        UserError: the layout does not divide the model.
+    """
+    path = str(config.checkpoint.hf_checkpoint)
+    family = family_of(path, config.checkpoint.model_name)
+    check_layouts(config, family.model_spec(path))
     device = device_memory(config, seen=rates.gpu_gb * 1e9, on_gpu=True)
     device = replace(device, source=rates.gpu, flash4=rates.flash4)
     gpu_bytes = device.nbytes
@@ -126,8 +133,7 @@ def report(config: Config, rates: Rates, own: argparse.Namespace) -> list[str]:
     facts = facts_of(config, on_gpu=True, flash4=rates.flash4)
     if facts.trainer is None or facts.engine is None or not facts.placement.num_engines:
         return [*lines, "time is predicted for runs that generate and train"]
-    path = str(config.checkpoint.hf_checkpoint)
-    cost = sequence_cost(family_of(path, config.checkpoint.model_name), read_hf_config(path))
+    cost = sequence_cost(family, read_hf_config(path))
     longest = min(config.rollout.rollout_max_response_len, facts.engine.longest - own.prompt_tokens)
     if longest < 1:
         raise UserError(

@@ -349,7 +349,7 @@ def place(
 
 
 def _check_targets(form: AdapterForm, modules: list[str], names: ModuleNames) -> None:
-    paths = [path for module in modules for path in _paths(module)]
+    paths = [path for module in modules for path in _paths(names.module(module))]
     if isinstance(form.targets, str):
         if not any(form.is_target(names.module(module)) for module in modules):
             raise WeightError(f"target_modules {form.targets!r} matches no layer of the model")

@@ -56,8 +56,6 @@ def _with_prefix(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
 
 
 def _with_parts(path: str, parts: Iterable[tuple[str, str]]) -> str:
-    if ".experts." not in path:
-        return path
     whole = path + "."
     for old, new in parts:
         whole = whole.replace(old, new)

@@ -217,9 +217,7 @@ def check_architecture(config: Config) -> None:
         if draft is not None:
             draft.check(spec)
     check_experts(merge_transformer(spec.transformer, config.megatron.transformer))
-    check_layout(spec.padded(config.megatron.tensor_model_parallel_size), config)
-    if config.critic.has_own_gpus or config.critic_has_own_layout:
-        check_critic_layout(spec, config)
+    check_layouts(config, spec)
     stop_ids = {
         *config.rollout.rollout_stop_token_ids,
         *(token for dataset in eval_datasets(config) for token in dataset.stop_token_ids),
@@ -233,6 +231,13 @@ def check_architecture(config: Config) -> None:
         raise UserError(
             f"{', '.join(map(str, beyond))} can stop no answer: there is no such token", why, fix
         )
+
+
+def check_layouts(config: Config, spec: ModelSpec) -> None:
+    """Check that the parallel layouts of policy and critic divide the model."""
+    check_layout(spec.padded(config.megatron.tensor_model_parallel_size), config)
+    if config.critic.has_own_gpus or config.critic_has_own_layout:
+        check_critic_layout(spec, config)
 
 
 def _check_longest_sequence(config: Config, spec: ModelSpec) -> None:

@@ -615,6 +615,10 @@ def test_the_command_says_memory_time_and_what_to_try(
         (["--rates", "rates.json", "--device", "H100"], "both say which GPU"),
         (["--prompt-tokens", "1024"], "leaves no room for a response"),
         (["--gpu-memory-gb", "-3"], "--gpu-memory-gb is -3"),
+        (
+            ["--actor-num-gpus-per-node", "3", "--pipeline-model-parallel-size", "3"],
+            "28 layers cannot be divided by 3",
+        ),
     ],
 )
 def test_what_would_be_ignored_or_is_impossible_is_refused(

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from slime.checkpoints.hf_files import HfReader
 from slime.checkpoints.merging import merge_adapter, merged
@@ -42,7 +42,7 @@ from tests.support.embedded_models import (
     save_tiny_model,
 )
 from tests.support.hf_configs import config_of
-from tests.support.tiny_models import save_tiny
+from tests.support.tiny_models import WITH_IMAGES, save_tiny
 
 peft = pytest.importorskip("peft")
 
@@ -56,7 +56,11 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def base(shape: str) -> Path:
         if shape not in made:
-            made[shape] = save_tiny_model(tmp_path_factory.mktemp("base") / shape, shape)
+            made[shape] = tmp_path_factory.mktemp("base") / shape
+            if shape in WITH_IMAGES:
+                save_tiny(shape, made[shape])
+            else:
+                save_tiny_model(made[shape], shape)
         return made[shape]
 
     return base
@@ -88,8 +92,14 @@ def logits(model: Any) -> torch.Tensor:
         return model(PROMPT).logits
 
 
+def opened(base: Path) -> Any:
+    has_images = "text_config" in json.loads((base / "config.json").read_text())
+    auto = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
+    return auto.from_pretrained(base, dtype=torch.float32)
+
+
 def loaded_by_peft(base: Path, directory: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = opened(base)
     return peft.PeftModel.from_pretrained(model, directory)
 
 
@@ -302,7 +312,7 @@ def test_a_directory_of_something_else_is_not_replaced(bases: Any, tmp_path: Pat
 
 def saved_by_peft(base: Path, directory: Path, seed: int = 0, **settings: Any) -> Any:
     """A PEFT model with random factors, saved; returns it."""
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = opened(base)
     model = peft.get_peft_model(
         model, peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM", **settings})
     )
@@ -341,6 +351,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         ("qwen3_moe", {"target_modules": ["gate_proj", "up_proj", "down_proj"]}),
         ("qwen3_moe", {"target_modules": "all-linear"}),
         ("minimax_m2", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+        ("minimax_m2", {"target_modules": "all-linear"}),  # routers have other names in files
         ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
         ("gpt_oss", {"target_modules": [], "target_parameters": EXPERTS[:1]}),
     ],
@@ -365,21 +376,25 @@ def test_what_peft_saves_is_read(
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("shape", "settings"),
     [
-        {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]},
-        {"target_modules": r".*\.layers\.0\.mlp\.up_proj|.*\.1\..*v_proj"},
-        {"target_modules": ["up_proj"], "exclude_modules": r".*\.0\..*"},
-        {"target_modules": ["up_proj", "o_proj"], "exclude_modules": ["o_proj"]},
+        ("llama", {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]}),
+        ("llama", {"target_modules": r".*\.layers\.0\.mlp\.up_proj|.*\.1\..*v_proj"}),
+        ("llama", {"target_modules": ["up_proj"], "exclude_modules": r".*\.0\..*"}),
+        ("llama", {"target_modules": ["up_proj", "o_proj"], "exclude_modules": ["o_proj"]}),
+        ("qwen3_moe", {"target_modules": r".*\.1\..*(q|gate|up|down)_proj"}),
+        ("qwen3_moe", {"target_modules": [], "target_parameters": ["experts.gate_up_proj"]}),
+        ("mistral3", {"target_modules": r".*language_model.*\.1\..*(q|up)_proj"}),
     ],
 )
 def test_engines_load_adapters_of_some_layers(
-    bases: Any, tmp_path: Path, settings: dict[str, Any]
+    bases: Any, tmp_path: Path, shape: str, settings: dict[str, Any]
 ) -> None:
-    base = bases("llama")
+    """And PEFT loads what is written for them."""
+    base = bases(shape)
     model = saved_by_peft(base, tmp_path / "a", **settings)
-    _, spec = described(base)
-    adapter = read_adapter(tmp_path / "a")
+    family, spec = described(base)
+    adapter = read_adapter(tmp_path / "a", family)
     assert not is_loadable(adapter, spec)
     written = write_plain(tmp_path / "plain", adapter, spec)
     scheduler = make_scheduler(base)
@@ -388,7 +403,7 @@ def test_engines_load_adapters_of_some_layers(
     run(scheduler, [sequence])
     theirs = logits(model)[0, :-1].log_softmax(-1).gather(1, PROMPT[0, 1:, None])[:, 0]
     assert torch.allclose(torch.tensor(sequence.input_logprobs), theirs, atol=1e-5)
-    assert read_adapter(written).names() == adapter.names()
+    assert read_adapter(written, family).names() == adapter.names()
     assert torch.allclose(logits(loaded_by_peft(base, written)), logits(model), atol=1e-5)
 
 
