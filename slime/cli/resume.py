@@ -21,7 +21,7 @@ from slime.cli.arguments import Arguments
 from slime.config import Config
 from slime.config.flags import spellings
 from slime.config.hidden import with_secrets
-from slime.errors import UserError, contents_of
+from slime.errors import UserError, contents_of, in_place_of
 from slime.observe.run_folder import RunFolder, config_files, newest_stage
 from slime.processes.host import slime_command
 
@@ -72,7 +72,7 @@ def _stage_of(folder: Path, stage: str | None) -> RunFolder:
         why = (
             f"it has neither config.json nor run.json; it holds: {contents_of(folder)}"
             if folder.is_dir()
-            else ""
+            else in_place_of(folder)
         )
         what = (
             "is not a run folder" if folder.is_dir() else "is not a folder, and so not a run folder"
