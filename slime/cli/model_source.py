@@ -26,7 +26,7 @@ from slime.checkpoints.run_models import (
     newest_model,
 )
 from slime.cli.arguments import Arguments
-from slime.errors import UserError, contents_of
+from slime.errors import UserError, contents_of, in_place_of
 from slime.files import entries_of, left_behind
 from slime.hub import fetch_model, is_hub_name
 from slime.models.peft_config import is_adapter_dir
@@ -104,7 +104,7 @@ def chosen_model(path: str, hf_checkpoint: str | None = None) -> ChosenModel:
         what = "is a file" if folder.exists() else "does not exist"
         raise UserError(
             f"{path} {what}",
-            why=f"the working directory is {Path.cwd()}",
+            why=in_place_of(folder),
             fix="pass a run folder (outputs/<run>), a --save directory, or a Hugging Face "
             "directory",
         )

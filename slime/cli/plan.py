@@ -51,8 +51,8 @@ def main(argv: list[str]) -> int:
     entry, words = run_flags(argv)
     own, words = _parser().parse_known_args(words)
     if own.calibrate is not None:
-        has_tokens = own.prompt_tokens != _PROMPT_TOKENS
-        if words or own.device or own.rates or own.lengths or own.gpus or has_tokens:
+        given = (own.device, own.rates, own.lengths, own.gpus, own.prompt_tokens)
+        if words or any(given):
             raise UserError(
                 "slime plan --calibrate measures, writes its file and ends; other flags would be "
                 "ignored",
@@ -106,8 +106,7 @@ def _parser() -> Arguments:
     add(
         "--prompt-tokens",
         type=at_least_one,
-        default=_PROMPT_TOKENS,
-        help=f"of a prompt ({_PROMPT_TOKENS})",
+        help=f"of a prompt ({_PROMPT_TOKENS}, or half of a shorter context)",
     )
     return parser
 
@@ -134,10 +133,11 @@ def report(config: Config, rates: Rates, own: argparse.Namespace) -> list[str]:
     if facts.trainer is None or facts.engine is None or not facts.placement.num_engines:
         return [*lines, "time is predicted for runs that generate and train"]
     cost = sequence_cost(family, read_hf_config(path))
-    longest = min(config.rollout.rollout_max_response_len, facts.engine.longest - own.prompt_tokens)
+    prompt_tokens = own.prompt_tokens or min(_PROMPT_TOKENS, facts.engine.longest // 2)
+    longest = min(config.rollout.rollout_max_response_len, facts.engine.longest - prompt_tokens)
     if longest < 1:
         raise UserError(
-            f"--prompt-tokens {own.prompt_tokens} leaves no room for a response",
+            f"--prompt-tokens {prompt_tokens} leaves no room for a response",
             why=f"a sequence has at most {facts.engine.longest} tokens",
         )
     if own.lengths is not None:
@@ -152,7 +152,7 @@ def report(config: Config, rates: Rates, own: argparse.Namespace) -> list[str]:
             f"lengths are assumed to be log-normal with σ = {SIGMA:g}, their mean at "
             f"{MEAN_SHARE:.0%} of the {longest:,} tokens that the flags allow (--lengths)"
         )
-    work = Workload.of(config, lengths, own.prompt_tokens)
+    work = Workload.of(config, lengths, prompt_tokens)
     mean = sum(lengths) / len(lengths)
     now = plan_of(facts, work, cost, rates, gpu_bytes)
     lines += [

@@ -21,7 +21,7 @@ from slime.cli.arguments import Arguments
 from slime.config import Config
 from slime.config.flags import spellings
 from slime.config.hidden import with_secrets
-from slime.errors import UserError, contents_of
+from slime.errors import UserError, contents_of, in_place_of
 from slime.observe.run_folder import RunFolder, config_files, newest_stage
 from slime.processes.host import slime_command
 
@@ -69,7 +69,7 @@ def _split_words(argv: list[str]) -> tuple[list[str], list[str]]:
 def _stage_of(folder: Path, stage: str | None) -> RunFolder:
     stages = [*dict.fromkeys([*RunFolder(folder).read_summary()["stages"], *config_files(folder)])]
     if not stages:
-        why = ""
+        why = in_place_of(folder)
         if folder.is_dir():
             why = f"it has neither config.json nor run.json; it holds: {contents_of(folder)}"
         what = (

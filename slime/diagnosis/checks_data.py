@@ -163,7 +163,9 @@ def _asks_a_server(error: BaseException) -> bool:
     """Tell whether a reward failed because of a server or an engine of the run, which may not be up
     yet."""
     found: BaseException | None = error
-    while found is not None:
+    seen: list[BaseException] = []  # chains of causes may be cycles
+    while found is not None and not any(found is one for one in seen):
+        seen.append(found)
         frames = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(found.__traceback__)]
         is_of_client = type(found).__module__.partition(".")[0] in _CLIENTS
         if (

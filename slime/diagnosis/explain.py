@@ -22,7 +22,7 @@ from slime.diagnosis.remedies import Flags, endless_generation
 from slime.diagnosis.signatures import Level, Seen, find_signatures
 from slime.diagnosis.troubles import TROUBLES, Finding, Trouble
 from slime.documentation import doc_url
-from slime.errors import UserError, contents_of
+from slime.errors import UserError, contents_of, in_place_of
 from slime.observe.alarms import Alarm, find_alarms
 from slime.observe.run_data import flags_with_origins, merge_rows
 from slime.observe.run_folder import RunFolder, is_held
@@ -85,7 +85,11 @@ def explain(folder: Path) -> Explanation:
         UserError: ``folder`` is not a run folder.
     """
     if not folder.is_dir():
-        raise UserError(f"there is no run folder {folder}", fix="pass a directory below outputs/")
+        raise UserError(
+            f"there is no run folder {folder}",
+            why=in_place_of(folder),
+            fix="pass a directory below outputs/",
+        )
     summary = _object(folder / "run.json", folder)
     entries = summary.get("stages")
     if isinstance(entries, dict):

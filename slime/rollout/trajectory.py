@@ -767,6 +767,8 @@ async def apply_sample_hook(
         raise FunctionFailed(what, fix="return a sample, or None to keep it")
     try:
         own.validate(origin)
+    except FunctionFailed:
+        raise
     except UserError as error:
         raise FunctionFailed.of(error) from error
     if own.status is SampleStatus.PENDING:  # a new sample
@@ -810,7 +812,7 @@ def _blaming_users_code(trajectory: Trajectory) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if not trajectory.function:
+        if not trajectory.function or isinstance(error, FunctionFailed):
             raise
         raise FunctionFailed.of(error) from error
 

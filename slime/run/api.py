@@ -108,8 +108,11 @@ def train(
     """
     if not isinstance(model, str | Path):
         raise UserError(
-            f"model is {a_type(model)}", fix="pass the path of a Hugging Face directory"
+            f"model is {a_type(model)}",
+            fix="pass the path of a Hugging Face directory; model.save_pretrained and "
+            "tokenizer.save_pretrained write one",
         )
+    _refuse_twice(flags, has_reward=reward is not None, has_eval_data=eval_data is not None)
     settings: dict[str, Any] = {"hf_checkpoint": str(model), "save": "{run}/checkpoints"}
     if callable(reward):
         settings["custom_rm_path"] = reward if flags.get("group_rm") else _callable_reward(reward)
@@ -334,6 +337,18 @@ class TrainingRun:
                 time.sleep(0.1)
 
 
+def _refuse_twice(flags: Mapping[str, Any], *, has_reward: bool, has_eval_data: bool) -> None:
+    """Refuse a flag beside the argument that sets it, since one of the two would be dropped."""
+    names = {"hf_checkpoint": "model", "prompt_data": "data", "run_name": "name"}
+    if has_reward:
+        names["custom_rm_path"] = "reward"
+    if has_eval_data:
+        names["eval_prompt_data"] = "eval_data"
+    for flag, argument in names.items():
+        if flag in flags:
+            raise UserError(f"{flag} is given beside {argument}", fix=f"pass {argument} alone")
+
+
 def _check_flags(settings: Mapping[str, Any]) -> None:
     """Check names and types of flags before anything is written.
 
@@ -403,13 +418,13 @@ def _rows(data: Any) -> Any:
         )
     rows: Any = data if _is_table(data) else list(data)
     if not len(rows):
-        raise UserError("data has no rows")
+        raise UserError("data has no rows", fix="pass one dict per prompt")
     if rows is data:
         return rows
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise UserError(
-                f"a row of data is {a_type(row)}, no dict",
+                f"a row of data is {a_type(row)}, not a dict",
                 fix="pass a list of dicts; of a table of pandas: table.to_dict('records')",
             )
         try:
@@ -500,10 +515,14 @@ def _callable_reward(function: Callable[..., Any]) -> Callable[..., Any]:
     from slime.user_code.hooks import RewardFunction
 
     named = RewardByName.of(function)
+    why = f"it is {function!r:.100}"
+    with contextlib.suppress(TypeError, ValueError):  # a builtin has no signature
+        why = f"its signature is {inspect.signature(function)}"
     wrong = UserError(
         "the reward cannot be called",
-        why=f"it is {function!r:.100}",
-        fix=f"let it take some of {', '.join(NAMES)}, by these names; or (args, sample, **kwargs)",
+        why=why,
+        fix=f"let it take some of {', '.join(NAMES)}, by these names and each for one answer; or "
+        "(args, sample, **kwargs)",
     )
     try:
         check_signature(named, RewardFunction, "reward")

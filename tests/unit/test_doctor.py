@@ -178,6 +178,7 @@ def a_reward_of_labels_without_a_column(f: Fault) -> None:
 
 
 provokes("reward-fails")(lambda f: f.reward("raises"))
+provokes("reward-fails")(lambda f: f.reward("changes_the_response"))
 provokes("data-too-few")(lambda f: f.add("--rollout-batch-size", 1000, "--num-epoch", 1))
 provokes("stale-weights")(lambda f: f.add("--update-weights-interval", 5))
 provokes("round-failed")(lambda f: f.round_gives(1))
@@ -400,6 +401,11 @@ def upside_down(args: Any, sample: Sample) -> float:
 
 def raises(args: Any, sample: Sample) -> float:
     raise KeyError("answer")
+
+
+def changes_the_response(args: Any, sample: Sample) -> float:
+    sample.response = sample.response.upper() + "!"
+    return 1.0
 
 
 def chatty(args: Any, sample: Sample) -> float:

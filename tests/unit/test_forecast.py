@@ -628,6 +628,14 @@ def test_what_would_be_ignored_or_is_impossible_is_refused(
         command.main([*words, *more])
 
 
+def test_a_short_context_has_room_for_a_prompt_and_a_response(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = ["--rollout-max-context-len", "128", "--rollout-max-response-len", "32"]
+    assert command.main([*words, *short, "--device", "A100"]) == 0
+    assert "of the 32 tokens that the flags allow" in capsys.readouterr().out
+
+
 def test_a_plan_that_does_not_fit_comes_with_remedies(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

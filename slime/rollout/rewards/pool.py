@@ -334,6 +334,8 @@ class RewardPool:
         except FunctionHangs:
             self._count("timeout", path, len(samples))
             return _TIMED_OUT
+        except FunctionFailed:  # it is its own cause, if it is raised from itself
+            raise
         except UserError as error:  # raised by slime code that the user's function called
             raise FunctionFailed.of(error) from error
         except Exception as error:  # raised by the user's own code; name the sample
