@@ -27,29 +27,29 @@ FILES = read_package(ROOT / "slime")
 BUDGETS = {
     "agents": 1_603,
     "algorithms": 1_464,  # four estimators, sampling masks, divergences, formulas for the docs
-    "checkpoints": 5_060,  # MXFP4, reward models, names of PEFT, adapters of a critic
-    "cli": 2_722,  # plan, launch, compare, images in a chat, flags and adapters without effect
-    "cluster": 4_828,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
-    "compat": 1_370,
-    "config": 6_497,  # preferences, images, kept weights, flags and options without effect
-    "diagnosis": 4_598,  # attention within images
+    "checkpoints": 5_067,  # MXFP4, reward models, names of PEFT, adapters of a critic
+    "cli": 2_700,  # plan, launch, compare, images in a chat, flags and adapters without effect
+    "cluster": 4_818,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
+    "compat": 1_334,
+    "config": 6_494,  # preferences, images, kept weights, flags and options without effect
+    "diagnosis": 4_604,  # attention within images
     "embedded": 5_905,  # attention within images, sinks, stacks of experts, queries that grow
-    "engines": 4_656,  # sessions and ranks of newer SGLang, pictures, overrides without effect
+    "engines": 4_647,  # sessions and ranks of newer SGLang, pictures, overrides without effect
     "environments": 407,
     "forecast": 933,  # over-sampling and partial rollouts
-    ".": 1_615,  # names and forms of secrets
+    ".": 1_596,  # names and forms of secrets
     "memory": 2_066,  # host memory part by part, towers, one base of two roles, masks, drafts
-    "models": 6_061,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
-    "observe": 3_443,  # profiles, three trackers, ranges of recipes, rejected drafts
+    "models": 6_042,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
+    "observe": 3_448,  # profiles, three trackers, ranges of recipes, rejected drafts
     "page": 1_616,
-    "processes": 1_102,  # the preloaded process
-    "prompts": 5_616,  # images, preferences, forms of messages, what templates leave out
-    "rollout": 10_152,  # images of answers, of teachers and of reward models, evaluation sets
-    "run": 2_353,  # teachers that see, lengths for longrope, profiles, data sets from Python
-    "samples": 2_428,  # rewards of tokens and turns, whole pairs, images behind other prompts
+    "processes": 1_090,  # the preloaded process
+    "prompts": 5_618,  # images, preferences, forms of messages, what templates leave out
+    "rollout": 10_155,  # images of answers, of teachers and of reward models, evaluation sets
+    "run": 2_366,  # teachers that see, lengths for longrope, profiles, data sets from Python
+    "samples": 2_424,  # rewards of tokens and turns, whole pairs, images behind other prompts
     "sandbox": 925,
-    "trainer": 9_828,  # a critic that shares its base, attention within images by packed kernels
-    "user_code": 1_321,  # functions that are known to be sync
+    "trainer": 9_781,  # a critic that shares its base, attention within images by packed kernels
+    "user_code": 1_326,  # functions that are known to be sync
     "weights": 3_086,  # sessions of newer SGLang
 }
 #: Programs that run without the package keep their time constants.
