@@ -29,6 +29,7 @@ from slime.prompts.conversation import (
     misplaced_result,
     read_messages,
     read_tools,
+    tools_of,
     unread_keys,
     unread_part_keys,
 )
@@ -233,7 +234,10 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
     is_tokens = isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
     try:
         conversation = None if is_tokens else conversation_in(value, form.input_key)
-        tools = _tools(row, form, conversation[1] if conversation else None)
+        beside = conversation[1] if conversation else None
+        if not beside and (conversation or form.apply_chat_template):
+            beside = tools_of(metadata)
+        tools = _tools(row, form, beside)
         parts = _image_parts(form, tokenizer)
         messages = _messages(conversation[0], tools, form, parts=parts) if conversation else None
     except ConversationError as error:
@@ -633,7 +637,7 @@ def _read_preference(
     try:
         talks = {name: conversation_in(value, keys[name]) for name, value in given.items()}
         beside = (talk[1] for talk in talks.values() if talk and talk[1])
-        tools = _tools(row, form, next(beside, None))
+        tools = _tools(row, form, next(beside, None) or tools_of(metadata))
         for name, value in given.items():
             own = replace(form, input_key=keys[name], input_flag=f"--{name}-key")
             what = "prompt" if name == "prompt" else "answer"
@@ -791,7 +795,8 @@ def _tools(row: dict[str, Any], form: RowFormat, beside: Any) -> list[dict[str, 
     """Read the tools of a row in OpenAI's form.
 
     Args:
-        beside: tools in the same value as the messages; a column of tools takes precedence.
+        beside: tools in the same value as the messages or in the metadata; a column of tools
+            takes precedence.
     """
     value = row.get(form.tool_key)
     given = beside if value in (None, "", []) else value

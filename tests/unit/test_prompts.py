@@ -170,10 +170,12 @@ def test_tools_metadata_and_template_arguments(tmp_path: Path) -> None:
     template = "{{ tools | length if tools else 0 }} {{ mood }}: {{ messages[0]['content'] }}"
     tokenizer = make_tokenizer(template)
     tools = [{"type": "function", "function": {"name": "add"}}]
-    for value in (tools, json.dumps(tools)):
-        path = write_jsonl(
-            tmp_path / "t.jsonl", [{"input": "q", "tools": value, "metadata": '{"k": 1}'}]
-        )
+    for row in (
+        {"tools": tools, "metadata": '{"k": 1}'},
+        {"tools": json.dumps(tools), "metadata": '{"k": 1}'},
+        {"metadata": {"k": 1, "tools": tools}},
+    ):
+        path = write_jsonl(tmp_path / "t.jsonl", [{"input": "q", **row}])
         flags = {"apply_chat_template": True, "apply_chat_template_kwargs": {"mood": "glad"}}
         sample = source_of(path, tokenizer, **flags).get_samples(1)[0][0]
         assert (sample.prompt, sample.metadata) == ("1 glad: q", {"k": 1, "tools": tools})
