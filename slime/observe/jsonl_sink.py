@@ -82,7 +82,7 @@ class JsonlSink:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         line = dump_line(metrics_row(step, metrics, self._run.stage))
-        size = None
+        size: int | None = None
         try:
             self._follow(step)
             size = os.fstat(self._file).st_size

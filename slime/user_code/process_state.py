@@ -92,6 +92,10 @@ def _umask() -> int:
     return int(status.partition(b"Umask:")[2].split(maxsplit=1)[0], 8)
 
 
+def _set_umask(mask: int) -> None:
+    os.umask(mask)
+
+
 def _set_streams(streams: tuple[Any, Any]) -> None:
     sys.stdout, sys.stderr = streams
 
@@ -149,7 +153,7 @@ _PARTS = (
         lambda: tuple(map(resource.getrlimit, _LIMITS)),
         _set_limits,
     ),
-    SharedPart("the umask", "use os.chmod", _umask, os.umask),
+    SharedPart("the umask", "use os.chmod", _umask, _set_umask),
     SharedPart(
         "sys.stdout or sys.stderr",
         "leave contextlib.redirect_stdout out: calls overlap",

@@ -523,7 +523,7 @@ def test_tokens_that_the_model_does_not_have() -> None:
 
 @pytest.mark.parametrize("is_given_up", [True, False])
 def test_code_that_cancels_all_tasks_is_told(is_given_up: bool) -> None:
-    actor = object.__new__(RolloutActor)
+    actor: Any = object.__new__(RolloutActor)
     actor._under_way = {}
     actor._given_up = set()
     actor._generate = lambda *_: asyncio.sleep(600)

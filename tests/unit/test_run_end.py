@@ -265,7 +265,7 @@ def test_steps_are_saved_before_a_run_ends_that_cannot_log_them(
         assert metrics == {"train/loss": 1.0}
         complete(root, rollout_id)
 
-    trainers.save = save
+    trainers.save = save  # type: ignore[method-assign]
     given = {"save": str(root), "num_rollout": 9, "output_dir": str(tmp_path), "run_name": "run"}
     config = make_config(rollout_batch_size=1, use_tensorboard=False, **given)
     session = module.Session(config, StopSignals(), resuming=False)
