@@ -163,6 +163,10 @@ def dequantise_directory(
     config = read_hf_config(source)
     if is_mxfp4(config):
         return _decode_mxfp4(source, target, dtype, model_name)
+    settings = config.get("quantization_config")
+    if isinstance(settings, Mapping) and settings.get("scale_fmt") == "ue8m0":
+        # engines round scales to powers of two; those in the files are such numbers already
+        config["quantization_config"] = {**settings, "scale_fmt": "float"}
     quantisation = Quantisation.read(config)
     if quantisation is None:
         raise UserError(

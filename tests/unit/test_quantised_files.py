@@ -420,9 +420,15 @@ def test_an_index_of_another_shape_is_damaged(index: str, tmp_path: Path) -> Non
         plain_weights(plain)
 
 
-def test_scales_in_bfloat16_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scale_fmt", [None, "ue8m0"])
+def test_scales_in_bfloat16_are_read(scale_fmt: str | None, tmp_path: Path) -> None:
+    """And those of which config.json says that engines round them (DeepSeek-V3.1)."""
     plain, small = make_plain(tmp_path / "plain", "llama"), tmp_path / "small"
     quantise_directory(plain, small, Quantisation("fp8", Fp8((16, 16)), ("lm_head",)))
+    config = json.loads((small / "config.json").read_text())
+    if scale_fmt is not None:
+        config["quantization_config"]["scale_fmt"] = scale_fmt
+    (small / "config.json").write_text(json.dumps(config))
     tensors = tensors_of(small)
     rounded = {
         name: value.bfloat16() if "scale" in name else value for name, value in tensors.items()
