@@ -243,11 +243,10 @@ def _refused(
 ) -> web.Response:
     if _SESSION in request:
         request[_SESSION].refused = message
+    error = chat_api.error
     if "/v1/messages" in request.path or "anthropic-version" in request.headers:
-        api = messages_api
-    else:
-        api = chat_api
-    return _json(api.error(message, kind, code, param), status, _NO_RETRY)
+        error = messages_api.error
+    return _json(error(message, kind, code, param), status, _NO_RETRY)
 
 
 _CARD = {

@@ -194,10 +194,9 @@ class Decoder:
                 experts = observer.experts(number)
                 before = hidden
             normed = self._normalised(hidden, layer.mlp_norm)
+            mlp: Callable[[torch.Tensor], torch.Tensor] = layer.mlp
             if isinstance(layer.mlp, ExpertMLP):
                 mlp = partial(layer.mlp, chosen=chosen, given=experts)
-            else:
-                mlp = layer.mlp
             hidden = self._added(partial(mlp, normed), hidden, layer.post_mlp_norm, adapted)
             if observer is not None:
                 observer.saw(f"{number}.mlp norm", normed)

@@ -27,9 +27,8 @@ def position(case: Discrepancy) -> Iterator[Tried]:
     """Test whether one side uses other positions or rotary frequencies."""
     spec = case.model().arch.spec
     growth = case.differences.growth()
-    if growth is None:
-        seen = ()
-    else:
+    seen: tuple[str, ...] = ()
+    if growth is not None:
         seen = (f"the last quarter of positions differs {growth:.1f} times as much as the first",)
     moves: dict[str, Callable[[int, int], Tensor]] = {
         "positions of the response are 1 too high": lambda prompt, length: _moved(
