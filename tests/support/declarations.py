@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2] / "slime"
 PLACES: dict[str, tuple[Part, ...]] = {
     "agents": ("generation",),
     "checkpoints": ("trainer",),
-    "checkpoints/load_plan.py": ("trainer", "training"),
+    "checkpoints/load_plan.py": ("driver", "trainer", "training"),  # names the run's folder
     "cluster": ("driver",),
     "cluster/engine_actor.py": ("engine",),
     "cluster/engines.py": ("engine",),
@@ -50,6 +50,7 @@ PLACES: dict[str, tuple[Part, ...]] = {
     "prompts/source.py": ("collection", "generation", "training", "trainer", "engine"),
     "rollout": ("generation",),
     "rollout/debug_data.py": ("samples", "trainer"),
+    "rollout/evaluate.py": ("collection", "generation"),
     "rollout/finish.py": ("collection", "generation"),
     "rollout/journal.py": ("collection", "generation"),
     "rollout/loop.py": ("collection", "generation"),
