@@ -129,7 +129,7 @@ def in_place_of(missing: Path) -> str:
     while not gone.parent.is_dir() and gone.parent != gone:
         gone = gone.parent
     folder = gone.parent
-    if gone.exists():
+    if gone.is_file():
         return f"{gone} is a file"
     where = "the current folder" if folder == Path() else folder
     there = f"{where} has: {contents_of(folder, like=gone.name)}"

@@ -35,7 +35,10 @@ def dry_run(config: Config) -> None:
     try:
         load = resolve_load(config)
     except UserError as error:
-        raise several([error, *data_errors(config)]) from error
+        others = data_errors(config)
+        if not others:
+            raise
+        raise several([error, *others]) from error
     preflight.check_architecture(config)
     config = with_token_limit(config)
     print(config.describe())

@@ -23,7 +23,7 @@ from slime.cluster.waiting import NamedActor, Process, Watch, this_process, wait
 from slime.config.config import Config
 from slime.engines import keys
 from slime.engines.keys import RunKeys
-from slime.errors import UserError
+from slime.errors import UserError, name_and_text
 from slime.log import get_logger, log_to_file_only, tell, untold
 from slime.observe.run_folder import RunFolder
 from slime.processes.children import end_children
@@ -73,6 +73,15 @@ class Generating:
     def ends_within(self, seconds: float) -> bool:
         """Wait at most ``seconds``; return whether it has ended, with or without success."""
         return bool(ray.wait([self.ref], timeout=seconds)[0])
+
+
+def _cancelled(what: str) -> UserError:
+    return UserError(
+        f"{what} was cancelled",
+        why="a function of yours cancels tasks that are not its own, such as all of "
+        "asyncio.all_tasks()",
+        fix="cancel only the tasks that it has made",
+    )
 
 
 class RolloutActor:
@@ -178,12 +187,7 @@ class RolloutActor:
             return await task
         except asyncio.CancelledError:
             if rollout_id not in self._given_up:
-                raise UserError(
-                    f"rollout {rollout_id} was cancelled",
-                    why="a function of yours cancels tasks that are not its own, such as all of "
-                    "asyncio.all_tasks()",
-                    fix="cancel only the tasks that it has made",
-                ) from None
+                raise _cancelled(f"rollout {rollout_id}") from None
             return None
         finally:
             task.cancel()
@@ -273,7 +277,10 @@ class RolloutActor:
             is_first: it comes before any training; its files are named ``eval_start``.
         """
         name = "eval_start" if is_first else f"eval_{rollout_id:06d}"
-        output = await self.loop.evaluate(rollout_id, before_training=is_first)
+        try:
+            output = await self.loop.evaluate(rollout_id, before_training=is_first)
+        except asyncio.CancelledError:
+            raise _cancelled(f"the evaluation after rollout {rollout_id}") from None
         self._record(self.recorder.record_evaluation, name, rollout_id, output.data)
         return dict(output.metrics or {})
 
@@ -314,7 +321,7 @@ class RolloutActor:
         """
         if self.loop is not None:
             return (self.loop.progress(evaluation), self.loop.waits(evaluation))
-        return ({}, "")
+        return {}, ""
 
     async def mark_consumed(
         self, rollout_id: int, trained: Sequence[TrainedTokens] = ()
@@ -397,14 +404,12 @@ class RolloutActor:
             try:
                 await asyncio.wrap_future(one)
             except Exception as problem:  # a full disk, or a user's value whose repr raises
-                problem_type = type(problem).__name__
                 tell(
                     logger,
-                    "samples or traces are missing in %s, the run goes on without them: %s: %s",
+                    "samples or traces are missing in %s, the run goes on without them: %s",
                     self.run_path,
-                    problem_type,
-                    problem,
-                    once=f"not recorded {problem_type}",
+                    name_and_text(problem),
+                    once=f"not recorded {type(problem).__name__}",
                 )
 
     async def close(self) -> None:

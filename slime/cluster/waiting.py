@@ -357,10 +357,9 @@ def _raise_cause(
 
     If one rank is killed or refuses, the others often report a broken connection first.
     """
+    late: list[ray.ObjectRef] = []
     if pending:
         late, _ = ray.wait(pending, num_returns=len(pending), timeout=deadlines.WAITING_CAUSE)
-    else:
-        late, _ = ([], [])
     for ref in late:
         try:
             _fetch(ref, what, worker_of[ref])

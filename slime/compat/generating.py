@@ -165,10 +165,9 @@ async def _stop_engines(tasks: Tasks, home: asyncio.AbstractEventLoop) -> Tasks:
 
 async def _ended(tasks: Tasks) -> Tasks:
     """Return the tasks that end within the deadline; cancel the others."""
-    if tasks:
-        done, late = await asyncio.wait(tasks, timeout=deadlines.DYNAMIC_SAMPLING_ABORT)
-    else:
-        done, late = (set(), set())
+    if not tasks:
+        return set()
+    done, late = await asyncio.wait(tasks, timeout=deadlines.DYNAMIC_SAMPLING_ABORT)
     for task in late:
         task.cancel()
     if late:

@@ -48,7 +48,7 @@ def schedule_lengths(
         raise UserError(
             f"the learning rate warms up for {warmup} samples and decays for {last}, within "
             f"{decay} in all",
-            why="the last phase of WSD would begin before the warm-up has ended, at less than --lr",
+            why="the last phase of WSD would begin before the model has reached --lr",
             fix="lower --lr-wsd-decay-iters, or raise --lr-decay-iters",
         )
     return warmup, max(decay, warmup + 1), total

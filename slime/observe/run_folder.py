@@ -183,15 +183,23 @@ class RunFolder:
             locks: from `claim`; gets the new locks.
         Returns:
             Whether the run folder was made again.
+        Raises:
+            FolderTaken: another process has made one of the folders again.
+            UserError: a folder cannot be written.
         """
-        is_gone = not (self.path / ".lock").exists()
-        if is_gone:
-            locks.enter_context(self.lock())
-            self._begin(config)
-            self.set_state("launched")
         save = config.checkpoint.save
-        if save is not None and not Path(save, ".lock").exists():
-            locks.enter_context(lock_folder(Path(save)))
+        lost = [
+            folder for folder in (self.path, save and Path(save)) if folder and _is_lost(folder)
+        ]
+        for folder in lost:
+            locks.enter_context(lock_folder(folder))
+        is_gone = self.path in lost and not self.config_path.exists()
+        if is_gone:
+            try:
+                self._begin(config)
+                self.set_state("launched")
+            except OSError as error:
+                raise _cannot_write(self.path, error) from error
         return is_gone
 
     def lock(self) -> AbstractContextManager[None]:
@@ -454,6 +462,36 @@ def _is_of_a_stage(key: str, value: Any) -> bool:
     return not isinstance(value, bool)
 
 
+class FolderTaken(UserError):
+    """A folder that this process has locked was moved or removed, and another run has made it
+    again."""
+
+
+def _holder() -> bytes:
+    return f"pid {os.getpid()} on {platform.node()}\n".encode()
+
+
+def _is_lost(folder: Path) -> bool:
+    """Tell whether the lock that this process holds on a folder is no longer in it.
+
+    Raises:
+        FolderTaken: the lock there is of another process.
+    """
+    try:
+        found = (folder / ".lock").read_bytes()
+    except FileNotFoundError:
+        return True
+    except OSError:  # out of reach for a moment
+        return False
+    if found in (b"", _holder()):  # b"": the file system has no locks
+        return False
+    raise FolderTaken(
+        f"{folder} is another run's now ({found.decode(errors='replace').strip()})",
+        why="the folder of this run was moved or removed while it ran",
+        fix="resume this run from where its folder was moved",
+    )
+
+
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
     """Hold ``folder/.lock``, which names this process; create the folder if it is missing.
@@ -490,7 +528,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
             logger.warning("no lock on %s: %s", folder, error.strerror)
         else:
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"pid {os.getpid()} on {platform.node()}\n".encode(), 0)
+            os.pwrite(descriptor, _holder(), 0)
         yield
     finally:
         os.close(descriptor)

@@ -117,7 +117,7 @@ def remarks_on_answers(prompt: str | Messages, answers: Sequence[Any]) -> Iterat
         yield remark(
             "have answers that are cut off in their reasoning, or end with it",
             f"the first ends with {unfinished[-80:]!r}",
-            "remove these rows, unless such answers are the rejected ones",
+            "remove these rows, unless they are rejected answers of pairs",
         )
     talks = [prompt, *answers] if isinstance(prompt, list) else answers
     repeated = next((text for talk in talks for text in _repeating(talk)), None)
@@ -174,7 +174,9 @@ def _unfinished(value: Any, is_prompt: bool) -> Iterator[str]:
     if isinstance(value, str) and not is_prompt:
         value = [{"role": "assistant", "content": value}]
     for message in value if isinstance(value, list) else []:
-        if message.get("role") != "assistant" or message.get("tool_calls"):
+        if not isinstance(message, dict) or message.get("role") != "assistant":
+            continue
+        if message.get("tool_calls"):
             continue
         content = message.get("content") or ""
         if not isinstance(content, str) or message.get("step_loss_mask", 1) == 0:

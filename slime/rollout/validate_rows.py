@@ -195,7 +195,11 @@ def data_errors(config: Config) -> list[UserError]:
     lack, and missing labels. Data sets of the hub that are not downloaded are left out."""
     errors: list[UserError] = []
     _check_flags(config, errors)
-    for one in data_inputs(config):
+    try:
+        inputs = list(data_inputs(config))
+    except UserError as error:  # --eval-config cannot be read
+        return [*errors, error]
+    for one in inputs:
         if dataset_name(one.path):
             continue
         where = one.path
@@ -207,6 +211,8 @@ def data_errors(config: Config) -> list[UserError]:
             errors.append(problem.at(where))
         except UserError as error:
             errors.append(error)
+        except OSError as error:
+            errors.append(UserError(f"{where} cannot be read", why=error.strerror or str(error)))
     return errors
 
 

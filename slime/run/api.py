@@ -339,14 +339,16 @@ class TrainingRun:
 
 def _refuse_twice(flags: Mapping[str, Any], *, has_reward: bool, has_eval_data: bool) -> None:
     """Refuse a flag beside the argument that sets it, since one of the two would be dropped."""
-    names = {"hf_checkpoint": "model", "prompt_data": "data", "run_name": "name"}
+    names = {"hf_checkpoint": "model", "prompt_data": "data"}
     if has_reward:
-        names["custom_rm_path"] = "reward"
+        names |= {"custom_rm_path": "reward", "rm_type": "reward"}
     if has_eval_data:
         names["eval_prompt_data"] = "eval_data"
     for flag, argument in names.items():
         if flag in flags:
             raise UserError(f"{flag} is given beside {argument}", fix=f"pass {argument} alone")
+    if "run_name" in flags:
+        raise UserError("run_name is the argument name here", fix="pass name instead")
 
 
 def _check_flags(settings: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ from slime.memory.micro_batches import packing_line, with_token_limit
 from slime.memory.plan import MemoryPlan
 from slime.observe.first_step import first_step_lines
 from slime.observe.output import tolerant_output
-from slime.observe.run_folder import RunFolder
+from slime.observe.run_folder import FolderTaken, RunFolder
 from slime.observe.sinks import Sinks
 from slime.page.report import ReportSink, try_to_write_report
 from slime.processes import stacks
@@ -210,6 +210,8 @@ class Session:
             try:
                 self._reclaim_folder()
                 self.sinks.log(self.step, metrics)
+            except FolderTaken:
+                raise
             except UserError:  # the disk of the run folder is full; that of --save may have room
                 self._save_before_failing()
                 raise

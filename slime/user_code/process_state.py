@@ -86,14 +86,29 @@ def _set_limits(limits: tuple[tuple[int, int], ...]) -> None:
                 resource.setrlimit(number, (most, most))
 
 
-def _umask() -> int:
-    """Return the mask without setting it, as `os.umask` would."""
-    status = Path("/proc/self/status").read_bytes()
+def _umask() -> int | None:
+    """Return the mask without setting it, as `os.umask` would; None if it cannot be read."""
+    try:
+        status = Path("/proc/self/status").read_bytes()
+    except OSError:  # no file can be opened
+        return None
     return int(status.partition(b"Umask:")[2].split(maxsplit=1)[0], 8)
 
 
 def _set_umask(mask: int) -> None:
     os.umask(mask)
+
+
+#: Standard output and error before the first function of users' in this process.
+_usual_streams: list[tuple[Any, Any]] = []
+
+
+def _streams() -> tuple[Any, Any] | None:
+    """Return the usual streams; None while a call that nobody waits for has replaced them."""
+    now = (sys.stdout, sys.stderr)
+    if not _usual_streams:
+        _usual_streams.append(now)
+    return now if now == _usual_streams[0] else None
 
 
 def _set_streams(streams: tuple[Any, Any]) -> None:
@@ -116,8 +131,9 @@ class SharedPart:
     Attributes:
         what: completes "a function has changed …".
         instead: what the function should do.
-        read, write: get and set it.
+        read, write: get and set it; None is not set back.
         is_local: each thread has its own.
+        is_often_borrowed: functions change it for a moment, so it is compared when none runs.
     """
 
     what: str
@@ -125,6 +141,7 @@ class SharedPart:
     read: Callable[[], Any]
     write: Callable[[Any], None]
     is_local: bool = False
+    is_often_borrowed: bool = False
 
 
 _PARTS = (
@@ -152,19 +169,22 @@ _PARTS = (
         "run what needs one in a subprocess",
         lambda: tuple(map(resource.getrlimit, _LIMITS)),
         _set_limits,
+        is_often_borrowed=True,
     ),
-    SharedPart("the umask", "use os.chmod", _umask, _set_umask),
+    SharedPart("the umask", "use os.chmod", _umask, _set_umask, is_often_borrowed=True),
     SharedPart(
         "sys.stdout or sys.stderr",
         "leave contextlib.redirect_stdout out: calls overlap",
-        lambda: (sys.stdout, sys.stderr),
+        _streams,
         _set_streams,
+        is_often_borrowed=True,
     ),
     SharedPart(
         "logging.disable",
         "set the level of a logger",
         lambda: logging.root.manager.disable,
         logging.disable,
+        is_often_borrowed=True,
     ),
 )
 _TORCH_PARTS = (
@@ -231,6 +251,8 @@ class _Snapshot:
         found = []
         for part, before in zip(self._parts, self._values):
             if part.is_local and threading.get_ident() != self._thread:
+                continue
+            if before is None or (part.is_often_borrowed and not undo):
                 continue
             if part.read() != before:
                 found.append((part.what, part.instead))

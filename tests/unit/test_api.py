@@ -142,6 +142,7 @@ def test_data_that_is_no_data(tmp_path: Path, commands: list[list[str]], data: A
         (("m", ROWS, lambda completions: 0.0), {}, r"its signature is \(completions\)"),
         (("m", ROWS, "math"), {"prompt_data": "x.jsonl"}, "prompt_data is given beside data"),
         (("m", ROWS, len), {"custom_rm_path": "a.b"}, "custom_rm_path is given beside reward"),
+        (("m", ROWS, "dapo"), {"rm_type": "math"}, "rm_type is given beside reward"),
         (("m", ROWS, lambda completion: 1.0), {}, "response, label, prompt, metadata, sample"),
         (("m", ROWS, lambda respone, label: 1.0), {}, "response, label, prompt, metadata, sample"),
         (("m", ROWS, "math"), {"num_rollouts": 1}, "did you mean num_rollout"),

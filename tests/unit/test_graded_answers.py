@@ -149,6 +149,8 @@ def test_nothing_equals_an_empty_label(label: str | None, response: str) -> None
     [
         ("3", r"1 \approx 2 \approx 3", False),
         ("5", r"x = 6 \approx 5", False),
+        (r"\frac{1}{6}", r"\frac{1}{6} \approx 0.2", True),
+        ("1000", r"1234 \approx 1000", True),
         (r"\frac{7}{3}", r"\frac{7}{3} \approx 2", True),
         (r"\pi", r"\pi \approx 3", True),
         (r"4\pi", r"A = 4\pi \approx 12.57\text{ cm}^2", True),
@@ -166,6 +168,7 @@ def test_an_answer_that_is_right_only_in_part_is_wrong(
 def test_a_box_without_braces_is_one() -> None:
     assert grade_math(r"$\boxed5$, since $1 + 4 = 5$ and $2 + 4 = 6$", "5") == 1.0
     assert grade_math(r"\boxed 1,234.", "1234") == 1.0
+    assert grade_math(r"\boxed{42}: I used \boxed I think", "42") == 1.0
 
 
 def test_only_what_follows_the_reasoning_counts() -> None:

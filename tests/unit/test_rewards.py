@@ -250,7 +250,9 @@ def test_dapo() -> None:
     assert not grade_dapo("Answer: 2", r"\boxed{1} and \boxed{2}")["acc"]
     assert grade_dapo("Answer: 2", "1 + 1 = 2\n#### 2")["acc"]
     assert grade_dapo(r"Answer: $\frac12$, as required.", r"\frac{1}{2}")["acc"]
-    for unsure in ("$34$ or $35$", "$34$, but this is wrong", "$34$ million", "$34$, 35"):
+    for unsure in (
+        "$34$ or $35$", "$34$, but this is wrong", "$34$ million", "$34$, 35", "$34$ (rejected)",
+    ):  # fmt: skip
         assert not grade_dapo(f"Answer: {unsure}", "34")["acc"]
     assert grade_dapo("34", "34") == {"score": -1.0, "acc": False, "pred": "[INVALID]"}
     assert grade_dapo("Answer: 34" + " " * 300, "34")["score"] == -1.0, (
@@ -271,6 +273,7 @@ def test_dapo() -> None:
         ("no letter", "C", {}, 0.0),
         ("#### B", "B", {}, 1.0),
         ("The answer is C, D is wrong.", "C", {}, 1.0),
+        ("Answer: A and B are incorrect.", "A", {}, 0.0),
         ("<answer> a </answer>", "A", {}, 1.0),
     ],
 )

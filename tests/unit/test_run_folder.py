@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from slime.config import Config, make_config
 from slime.errors import UserError
-from slime.observe.run_folder import RunFolder
+from slime.observe.run_folder import FolderTaken, RunFolder
 from tests.support.run_folders import create_run, held
 
 
@@ -183,6 +183,17 @@ def test_what_is_removed_during_a_run_is_made_and_locked_again(
             with pytest.raises(UserError, match="another process is writing to"):
                 RunFolder.claim(config_for(tmp_path, **other), resuming=True)
         assert not run.reclaim(config, locks)
+
+
+@pytest.mark.parametrize("name", ["", "kept"])
+def test_a_folder_that_another_run_has_made_again_is_left_to_it(name: str, tmp_path: Path) -> None:
+    config = config_for(tmp_path, "run", save=str(tmp_path / "kept"))
+    run, locks = RunFolder.claim(config)
+    with locks:
+        folder = tmp_path / name if name else run.path
+        (folder / ".lock").write_text("pid 1 on another host\n")
+        with pytest.raises(FolderTaken, match="is another run's now"):
+            run.reclaim(config, locks)
 
 
 def test_a_look_at_the_lock_refuses_no_launch(tmp_path: Path) -> None:

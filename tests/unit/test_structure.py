@@ -28,11 +28,11 @@ BUDGETS = {
     "agents": 1_602,
     "algorithms": 1_464,  # four estimators, sampling masks, divergences, formulas for the docs
     "checkpoints": 5_070,  # MXFP4, reward models, names of PEFT, adapters of a critic
-    "cli": 2_700,  # plan, launch, compare, images in a chat, flags and adapters without effect
-    "cluster": 4_818,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
-    "compat": 1_334,
+    "cli": 2_703,  # plan, launch, compare, images in a chat, flags and adapters without effect
+    "cluster": 4_820,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
+    "compat": 1_333,
     "config": 6_494,  # preferences, images, kept weights, flags and options without effect
-    "diagnosis": 4_603,  # attention within images
+    "diagnosis": 4_600,  # attention within images
     "embedded": 5_904,  # attention within images, sinks, stacks of experts, queries that grow
     "engines": 4_647,  # sessions and ranks of newer SGLang, pictures, overrides without effect
     "environments": 407,
@@ -40,16 +40,16 @@ BUDGETS = {
     ".": 1_596,  # names and forms of secrets
     "memory": 2_066,  # host memory part by part, towers, one base of two roles, masks, drafts
     "models": 6_042,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
-    "observe": 3_448,  # profiles, three trackers, ranges of recipes, rejected drafts
+    "observe": 3_470,  # profiles, three trackers, ranges of recipes, rejected drafts
     "page": 1_616,
     "processes": 1_090,  # the preloaded process
-    "prompts": 5_622,  # images, preferences, forms of messages, what templates leave out
-    "rollout": 10_155,  # images of answers, of teachers and of reward models, evaluation sets
-    "run": 2_366,  # teachers that see, lengths for longrope, profiles, data sets from Python
+    "prompts": 5_624,  # images, preferences, forms of messages, what templates leave out
+    "rollout": 10_170,  # images of answers, of teachers and of reward models, evaluation sets
+    "run": 2_370,  # teachers that see, lengths for longrope, profiles, data sets from Python
     "samples": 2_424,  # rewards of tokens and turns, whole pairs, images behind other prompts
     "sandbox": 925,
     "trainer": 9_781,  # a critic that shares its base, attention within images by packed kernels
-    "user_code": 1_328,  # functions that are known to be sync
+    "user_code": 1_343,  # functions that are known to be sync
     "weights": 3_086,  # sessions of newer SGLang
 }
 #: Programs that run without the package keep their time constants.

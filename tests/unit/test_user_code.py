@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import io
 import logging
@@ -297,6 +298,7 @@ def state_of_process() -> list[Any]:
 @pytest.fixture
 def untold_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_state, "_told", {})
+    monkeypatch.setattr(process_state, "_usual_streams", [])  # each test has other streams
 
 
 @pytest.mark.parametrize("change", LEFT_BEHIND)
@@ -325,6 +327,19 @@ def test_draws_and_new_variables_are_the_functions_own(
     with kept("f"):
         monkeypatch.setenv("SLIME_TEST_OLD", "2")
     assert "the variable SLIME_TEST_OLD of the environment" in caplog.text
+
+
+def test_streams_that_a_lost_call_still_borrows_are_not_kept(
+    untold_yet: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with kept("first"):
+        pass
+    usual = sys.stdout
+    second = contextlib.ExitStack()
+    with contextlib.redirect_stdout(io.StringIO()):  # in a thread that nobody waits for
+        second.enter_context(kept("second"))
+    second.close()
+    assert sys.stdout is usual and not caplog.messages
 
 
 def test_overlapping_functions_are_told_together_and_disturb_no_other(

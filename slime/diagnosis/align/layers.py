@@ -70,14 +70,11 @@ class PartByPart:
             ]
         line = f"part by part: {named(part)} is the first that differs, by {self.apart[part]:.1%}"
         if self.side:
-            if self.side == "engine":
-                mine, other = (self.engine, self.trainer)
-            else:
-                mine, other = (self.trainer, self.engine)
             who = "trainer" if self.side == "engine" else "engine"
+            of = {"engine": self.engine, "trainer": self.trainer}
             line += (
-                f"; the {self.side} is {mine[part]:.1e} from the reference, the {who} "
-                f"{other[part]:.1e}"
+                f"; the {self.side} is {of[self.side][part]:.1e} from the reference, the {who} "
+                f"{of[who][part]:.1e}"
             )
         return [line]
 

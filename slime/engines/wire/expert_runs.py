@@ -104,8 +104,8 @@ def first_of(megatron_name: str) -> tuple[str, int | None]:
     """
     found = _MEGATRON_RUN.fullmatch(megatron_name)
     if found is None:
-        return (megatron_name, None)
-    return (found["stem"] + found["first"], int(found["last"]))
+        return megatron_name, None
+    return found["stem"] + found["first"], int(found["last"])
 
 
 def run_name(expert_name: str, last: int) -> str:

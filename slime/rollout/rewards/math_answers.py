@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -1519,8 +1520,15 @@ def _may_be_near(side: Any, other: Any) -> bool:
         x, y = (as_float(number_of(number.node)) for number in numbers)
     except (TooBig, Undefined):
         return True
-    is_rounded = abs(x - y) * 2 <= 1 <= abs(y) and y == int(y.real)
+    is_rounded = y == y.real and abs(x - y) * 2 <= _unit_of_last_digit(float(y.real))
     return bool(x == y or is_rounded or abs(x - y) * 20 <= max(abs(x), abs(y)))
+
+
+def _unit_of_last_digit(value: float) -> float:
+    """Return 0.1 for 0.2, and 1000 for 2000: the rounding of a number as one writes it."""
+    if not math.isfinite(value) or value == 0:
+        return 0.0
+    return 10.0 ** int(Decimal(f"{value:.10g}").normalize().as_tuple().exponent)
 
 
 def _same_relations(g: Relation, a: Relation) -> bool | None:

@@ -82,8 +82,8 @@ def _answer_of(label: str) -> str:
 
 # -- answers in prose ------------------------------------------------------------------------------
 
-#: A box of a number or a letter without braces.
-_BARE_BOX = re.compile(r"\\boxed\s*(-?\d(?:[\d,.]*\d)?|[A-Za-z](?![A-Za-z]))")
+#: A box of a number, or of a letter that ends its formula or sentence, without braces.
+_BARE_BOX = re.compile(r"\\boxed\s*(-?\d(?:[\d,.]*\d)?|[A-Za-z](?=\s*(?:[$.,;:)!?\\\n]|\Z)))")
 _ANCHOR = re.compile(
     r"(?i)(?:\banswer\b[^.\n:=]{0,60}?(?:\bis\b|\bare\b|\bequals\b|:|=|→)|####|"
     rf"{ANSWER_IS})(?:\*\*)?\s*[:：]?\s*"

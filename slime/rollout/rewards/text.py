@@ -239,7 +239,8 @@ _OPENING_MARKS = re.compile(r"^(?:[}*\s\"']|_(?![{\d]))+")
 #: A line's only formula, with a remark behind it that neither denies it nor adds to it.
 _REMARKED = re.compile(
     r"(?i)([^$]*(?<!\\)\$[^$]+(?<!\\)\$)\**\s*(?:[.,;(]|(?:because|since|as|by|where|which|for)\b)"
-    r"(?!.*(?:\b(?:or|and|not|but|no|wrong)\b|n['’]t\b))[^$\d]*"
+    r"(?!.*(?:\b(?:or|and|not|but|no|wrong|however|except|false)\b|"
+    r"\b(?:reject|fail|invalid)|n['’]t\b))[^$\d]*"
 )
 #: Marks at the end of a turn or a proof, which are not part of an answer.
 _END_MARKS = re.compile(r"<\|[^|>]*\|>|</?s>|<eos>|\\blacksquare|\\square|\\qed")
@@ -583,9 +584,13 @@ def _letter_after(text: str, start: int, group: str) -> tuple[int, str | None, b
     )
     if _CONTRASTED.match(rest) or is_denied(rest[:40]):
         return None
-    is_other = several and several[1].upper() != letter.upper()
-    if several and is_other and not _CONTRASTED.match(rest[several.end() :]):
-        return at, None, True
+    if several and several[1].upper() != letter.upper():
+        behind = rest[several.end() :]
+        # "C, D is wrong", but not "C and D are wrong"
+        is_apart = re.fullmatch(r"\W*,\s*\W*", several[0][:-1])
+        is_one = re.match(r"\W*\s(?:is|was)\b", behind)
+        if not (is_apart and is_one and _CONTRASTED.match(behind)):
+            return at, None, True
     return at, letter.upper(), is_marked or bool(follows)
 
 
