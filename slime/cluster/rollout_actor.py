@@ -401,8 +401,9 @@ class RolloutActor:
         pending = self._written
         self._written = []
         for one in pending:
+            written = asyncio.wrap_future(one)
             try:
-                await asyncio.wrap_future(one)
+                await written
             except Exception as problem:  # a full disk, or a user's value whose repr raises
                 tell(
                     logger,

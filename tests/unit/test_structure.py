@@ -29,7 +29,7 @@ BUDGETS = {
     "algorithms": 1_464,  # four estimators, sampling masks, divergences, formulas for the docs
     "checkpoints": 5_070,  # MXFP4, reward models, names of PEFT, adapters of a critic
     "cli": 2_703,  # plan, launch, compare, images in a chat, flags and adapters without effect
-    "cluster": 4_820,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
+    "cluster": 4_821,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
     "compat": 1_333,
     "config": 6_494,  # preferences, images, kept weights, flags and options without effect
     "diagnosis": 4_600,  # attention within images
