@@ -81,13 +81,13 @@ class DataInput(NamedTuple):
 
     Attributes:
         splits: see `open_rows`.
-        form: the columns of its rows.
+        make_form: returns the columns of its rows; raises `UserError`.
         make_checker, make_judge: functions of the tokenizer.
     """
 
     path: str
     splits: Sequence[str]
-    form: RowFormat
+    make_form: Callable[[], RowFormat]
     make_checker: Callable[[Any], Checker]
     make_judge: Callable[[Any], RowJudge | None]
     is_streamed: bool = False
@@ -101,7 +101,7 @@ def data_inputs(config: Config) -> Iterator[DataInput]:
         yield DataInput(
             data.prompt_data,
             TRAINING,
-            RowFormat.of(config),
+            functools.partial(RowFormat.of, config),
             checker,
             lambda tokenizer: data_judge(config, tokenizer) or RewardJudge.of_training(config),
             data.streaming_data,
@@ -109,13 +109,13 @@ def data_inputs(config: Config) -> Iterator[DataInput]:
     if held_out := config.preference.eval_preference_data:
         of_held_out = functools.partial(checker, path=held_out)
         of_pairs = functools.partial(PreferenceJudge, config)
-        form = RowFormat.of(config, held_out)
+        form = functools.partial(RowFormat.of, config, held_out)
         yield DataInput(held_out, EVALUATION, form, of_held_out, of_pairs)
     for dataset in [] if config.eval.eval_function_path else eval_datasets(config):
         yield DataInput(
             dataset.path,
             EVALUATION,
-            eval_form(dataset, config),
+            functools.partial(eval_form, dataset, config),
             functools.partial(eval_checker, dataset, config),
             functools.partial(_evaluation_judge, dataset, config),
         )
@@ -206,7 +206,7 @@ def data_errors(config: Config) -> list[UserError]:
         try:
             if first := next(iter_rows(one.path, one.splits), None):
                 where = first[0]
-                check_columns(first[1], one.form)
+                check_columns(first[1], one.make_form())
         except RowProblem as problem:
             errors.append(problem.at(where))
         except UserError as error:
