@@ -120,4 +120,4 @@ def _ending(turn: Turn) -> dict[str, Any]:
 
 def _usage(turn: Turn) -> dict[str, Any]:
     completion = len(turn.output)
-    return chat_answers.usage(turn.length - completion, completion, turn.cache.cached_tokens)
+    return chat_answers.usage(turn.length - completion, completion, turn.cached_tokens)

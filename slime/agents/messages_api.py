@@ -180,7 +180,7 @@ def _ending(turn: Turn) -> dict[str, Any]:
 
 
 def _usage(turn: Turn, completion: int) -> dict[str, int]:
-    cached = turn.cache.cached_tokens
+    cached = turn.cached_tokens
     prompt = turn.length - len(turn.output) - cached
     return {
         "input_tokens": prompt,

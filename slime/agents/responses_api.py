@@ -190,7 +190,7 @@ def _response(turn: Turn, output: list[dict[str, Any]], status: str) -> dict[str
     tools = [{"type": "function", "strict": False, **tool["function"]} for tool in ask.tools or ()]
     usage = {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": turn.cache.cached_tokens},
+        "input_tokens_details": {"cached_tokens": turn.cached_tokens},
         "output_tokens": completion,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + completion,

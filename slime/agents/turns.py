@@ -82,6 +82,12 @@ class Turn:
     def __post_init__(self) -> None:
         self.length = (self.parent.length if self.parent else 0) + len(self.lead) + len(self.output)
 
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens found in the engine's cache. An answer of several requests finds its own
+        first part there, too."""
+        return min(self.cache.cached_tokens, self.length - len(self.output))
+
     def path(self) -> list[Turn]:
         """Return the turns from the first one of the conversation to this one."""
         turns: list[Turn] = []

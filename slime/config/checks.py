@@ -723,10 +723,11 @@ def _model(draft: Draft) -> None:
 
 
 def _evaluation_only(draft: Draft) -> None:
-    if draft["num_rollout"] == 0 and not (draft["eval_prompt_data"] or draft["eval_config"]):
+    data = ("eval_prompt_data", "eval_config", "eval_preference_data")
+    if draft["num_rollout"] == 0 and not any(draft[dest] for dest in data):
         raise UserError(
             "--num-rollout 0 only evaluates, but there is no evaluation data",
-            fix="pass --eval-prompt-data",
+            fix="pass --eval-prompt-data, or --eval-preference-data for preference losses",
         )
 
 

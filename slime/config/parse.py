@@ -492,6 +492,11 @@ def _set_key(
             raise UserError(f"{where}{key} takes no value but true")
         sets = dict(spelling.sets)
     elif spelling.negated and spec.kind != "bool":
+        if not isinstance(value, bool):
+            fix = f"write {key}: true, or leave the line out"
+            raise UserError(f"{where}{key} takes true or false", fix=fix)
+        if not value:
+            return
         sets = {spec.dest: ""}
     else:
         if spec.kind == "str" and written is not _SAME:

@@ -187,7 +187,7 @@ def _run_folder(draft: Draft) -> None:
         draft.derive(
             "save", "{run}/checkpoints", "{run}/checkpoints, as neither save nor save_hf is given"
         )
-    folder = f"{draft['output_dir'].rstrip('/')}/{draft['run_name']}"
+    folder = os.path.join(draft["output_dir"] or ".", draft["run_name"])
     for dest in ("load", "save", "dump_details", *path_patterns.FIELDS):
         if draft[dest] is not None:
             named = path_patterns.literal(folder) if dest in path_patterns.FIELDS else folder

@@ -41,6 +41,10 @@ ONLY_THE_POLICY = {"disable_draft_model": True, "selector": "target"}
 WITHOUT_PROXIES = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
+#: Statuses of 4xx after which the same request may succeed.
+TRANSIENT = (408, 425, 429)
+
+
 class EngineError(Exception):
     """A request to an engine or the router failed: HTTP status, time-out or a body with
     success=false."""

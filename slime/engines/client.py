@@ -27,7 +27,7 @@ from typing import Any
 
 from slime import deadlines
 from slime.engines.adapters import ADAPTER_FIELD, GENERATING, with_version
-from slime.engines.api import LOADS_PATH, EngineClient, EngineError, GenerateResult
+from slime.engines.api import LOADS_PATH, TRANSIENT, EngineClient, EngineError, GenerateResult
 from slime.engines.request_fields import SamplingParams
 from slime.engines.router import ROUTING_KEY_HEADER, RouterWorker, list_workers
 from slime.log import get_logger
@@ -398,7 +398,8 @@ class RolloutClient:
                     answer = await engine.request("POST", path, sent, timeout=left, headers=headers)
                     return with_version(answer, adapter) if adapter else answer
                 except EngineError as error:
-                    if error.status is not None and 400 <= error.status < 500:
+                    status = error.status
+                    if status is not None and 400 <= status < 500 and status not in TRANSIENT:
                         if adapter != self._adapter_for(path, body, request):
                             request.attempt += 1
                             continue  # a restarted engine has only the newest adapter

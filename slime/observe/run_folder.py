@@ -467,8 +467,9 @@ class FolderTaken(UserError):
     again."""
 
 
-def _holder() -> bytes:
-    return f"pid {os.getpid()} on {platform.node()}\n".encode()
+@functools.cache  # a host may get another name meanwhile
+def _holder(process_id: int) -> bytes:
+    return f"pid {process_id} on {platform.node()}\n".encode()
 
 
 def _is_lost(folder: Path) -> bool:
@@ -483,7 +484,7 @@ def _is_lost(folder: Path) -> bool:
         return True
     except OSError:  # out of reach for a moment
         return False
-    if found in (b"", _holder()):  # b"": the file system has no locks
+    if found in (b"", _holder(os.getpid())):  # b"": the file system has no locks
         return False
     raise FolderTaken(
         f"{folder} is another run's now ({found.decode(errors='replace').strip()})",
@@ -526,9 +527,10 @@ def lock_folder(folder: Path) -> Iterator[None]:
             ) from error
         except OSError as error:  # the file system has no locks
             logger.warning("no lock on %s: %s", folder, error.strerror)
+            os.ftruncate(descriptor, 0)
         else:
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, _holder(), 0)
+            os.pwrite(descriptor, _holder(os.getpid()), 0)
         yield
     finally:
         os.close(descriptor)

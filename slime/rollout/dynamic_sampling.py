@@ -129,6 +129,9 @@ class DynamicSampler:
         self._certain: list[GroupRun] = []
         # in deterministic mode: every group drawn before this one has its decision
         self._next_certain = 0
+        # in deterministic mode: groups that have finished, by order, and the next to be judged
+        self._ready: dict[int, GroupRun] = {}
+        self._next_judged = 0
         self._num_rejected = 0
         self._drops_in_a_row = 0
         self._tasks: dict[asyncio.Task[None], GroupRun] = {}
@@ -147,6 +150,8 @@ class DynamicSampler:
                 while self._num_expected() < self.target:
                     self._draw_some()
                 for run in await self._wait_for_some():
+                    if self.deterministic and len(self._certain) >= self.target:
+                        break
                     await self._judge(run)
             await self._stop_running()
         finally:
@@ -311,7 +316,23 @@ class DynamicSampler:
             task = self._finished.get_nowait()
             runs.append(self._tasks.pop(task))
             task.result()  # raises errors that must stop the run
-        return sorted(runs, key=lambda run: run.order)
+        return (
+            self._in_turn(runs) if self.deterministic else sorted(runs, key=lambda run: run.order)
+        )
+
+    def _in_turn(self, runs: list[GroupRun]) -> list[GroupRun]:
+        """Return finished groups before which every drawn group is judged or finished, so that
+        filters see them in the order of drawing."""
+        self._ready.update((run.order, run) for run in runs)
+        found = []
+        while self._next_judged < len(self.drawn):
+            first = self.drawn[self._next_judged]
+            if first.decision is None and first.order not in self._ready:
+                break
+            if first.order in self._ready:
+                found.append(self._ready.pop(first.order))
+            self._next_judged += 1
+        return found
 
     async def _judge(self, run: GroupRun) -> None:
         if run.failure is not None or not run.is_generated:

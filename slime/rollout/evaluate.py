@@ -215,8 +215,8 @@ def _without_failures(
 
 
 def eval_metrics(name: str, runs: list[GroupRun], args: Any) -> dict[str, float]:
-    """Return the metrics of one set: ``eval/<name>`` (mean reward), ``-truncated_ratio``,
-    ``-pass@k``, ``/response_len/…`` and ``/reward_part/…``.
+    """Return the metrics of one set: ``eval/<name>`` (mean reward of its trajectories),
+    ``-truncated_ratio``, ``-pass@k``, ``/response_len/…`` and ``/reward_part/…``.
 
     pass@k uses the number of trajectories that this set has per prompt.
     """
@@ -228,7 +228,12 @@ def eval_metrics(name: str, runs: list[GroupRun], args: Any) -> dict[str, float]
         for run in runs
     ]
     metrics = sample_metrics(samples, f"eval/{name}") | reward_parts(samples, f"eval/{name}", args)
-    metrics[f"eval/{name}"] = statistics.fmean(sample.get_reward_value(args) for sample in samples)
+    metrics[f"eval/{name}"] = statistics.fmean(
+        statistics.fmean(sample.get_reward_value(args) for sample in trajectory.samples)
+        for run in runs
+        for trajectory in run.trajectories
+        if trajectory.samples
+    )
     metrics[f"eval/{name}-truncated_ratio"] = metrics.pop(f"eval/{name}/truncated_ratio")
     if max(map(len, scores)) > 1 or args.eval_pass_k:
         for key, value in pass_at_k_metrics(scores, args.eval_pass_k).items():

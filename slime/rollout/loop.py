@@ -275,7 +275,7 @@ class RolloutLoop:
                     versions=versions,
                     end_tokens=self._end_tokens,
                     request_tokens=rollout.rollout_request_tokens,
-                    routed_experts=self.config.train.use_rollout_routing_replay,
+                    routed_experts=self.config.train.use_rollout_routing_replay and not evaluation,
                     sampling_mask=self.config.algorithm.use_sampling_mask and not evaluation,
                     vocab_size=self._vocab_size,
                     images=self._images,

@@ -181,7 +181,8 @@ def _params(body: Body) -> Body:
 
 
 def _wanted(params: Body) -> int:
-    return int(params.get("max_new_tokens") or _DEFAULT_NEW_TOKENS)
+    wanted = params.get("max_new_tokens")
+    return _DEFAULT_NEW_TOKENS if wanted is None else int(wanted)
 
 
 def _reason(answer: Body) -> Any:

@@ -267,6 +267,8 @@ def copy_of_prompt(sample: Sample) -> Sample:
     """Return a copy that shares nothing mutable that generation touches."""
     twin = copy.copy(sample)
     twin.tokens = list(sample.tokens)
+    twin.prompt = copy.deepcopy(sample.prompt)
+    twin.label = copy.deepcopy(sample.label)
     twin.metadata = copy.deepcopy(sample.metadata)
     twin.loss_mask = None if sample.loss_mask is None else list(sample.loss_mask)
     twin.rollout_log_probs = (

@@ -93,7 +93,7 @@ def load_function(path: str) -> Any:
     _check_file(path, module_path, name)
     try:
         if module_path.endswith(".py"):
-            target = _module_of_file(module_path)
+            target = _module_of_file(Path(module_path).resolve())
         else:
             target = importlib.import_module(module_path)
     except (Exception, SystemExit) as error:  # user code may raise anything on import
@@ -220,8 +220,9 @@ def _own_functions(target: Any) -> list[str]:
     return [name for name in public if getattr(getattr(target, name), "__module__", home) == home]
 
 
-def _module_of_file(file: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+@functools.cache  # functions of one file share its module's state
+def _module_of_file(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)  # dataclasses and pickle look it up there

@@ -51,6 +51,12 @@ def test_a_conversation_is_one_sample_with_the_turns_between_masked() -> None:
     )
 
 
+def test_an_answer_of_several_requests_does_not_count_itself_as_cached() -> None:
+    turn = Turn(None, [1] * 10, [2] * 30, [0.0] * 30, SampleStatus.COMPLETED)
+    turn.cache.cached_tokens = 25  # 0 of the first request, 25 of the second
+    assert turn.cached_tokens == 10
+
+
 def test_history_is_kept_once_however_often_it_is_sent() -> None:
     play = Play(["a<|im_end|>", "b<|im_end|>"])
     session = talk(play, [user("x" * 50)], [user("x" * 50), 0, user("2")])  # type: ignore[list-item]

@@ -65,7 +65,7 @@ def test_tokens_and_log_probs_come_from_the_engine() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("status", [500, 502, 503, 0])
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 0])
 def test_a_failing_engine_is_asked_again_and_the_answer_is_the_same(status: int) -> None:
     async def test(engine: FakeEngine, client: RolloutClient) -> None:
         expected = (await client.generate([5, 6], PARAMS)).token_ids

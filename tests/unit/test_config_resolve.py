@@ -437,6 +437,8 @@ def test_dumps() -> None:
     assert make_config(save_debug_rollout_data="d/{rollout_id:04d}.pt", save_hf="hf", num_rollout=3)
     both = {"save_debug_rollout_data": "a_{rollout_id}.pt", "save_debug_train_data": "a_{rank}.pt"}
     refused("for rollout 0 that is a_0.pt", **both, num_rollout=1)
+    in_this_folder = make_config(output_dir="", run_name="r", dump_details="{run}/all")
+    assert in_this_folder.debug.dump_details == "./r/all"
     here = {"output_dir": "out", "run_name": "a{b}"}
     debug = make_config(
         **here, dump_details="{run}/all", load_debug_rollout_data="{run}/{rollout_id}.pt"
@@ -823,6 +825,8 @@ def test_a_launch_without_engines_or_data() -> None:
     with pytest.raises(UserError, match="give one of them"):
         parse_args([*base, "--num-rollout", "1", "--num-epoch", "1", "--prompt-data", "p"])
     parse_args([*base, "--num-rollout", "0", "--eval-prompt-data", "a", "a.jsonl"])
+    pairs = ["--loss-type", "preference_loss", "--preference-loss", "dpo"]
+    parse_args([*base, "--num-rollout", "0", *pairs, "--eval-preference-data", "a.jsonl"])
     parse_args([*base, "--num-rollout", "1", "--load-debug-rollout-data", "x_{rollout_id}.pt"])
 
 

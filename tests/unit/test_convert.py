@@ -23,7 +23,7 @@ from slime.log import untold
 from slime.samples.batch import TrainBatch, TrainLayout
 from slime.samples.convert import to_batches_of_roles, to_train_batches
 from slime.samples.types import Group, Sample, SampleStatus, TokenSpan
-from slime.user_code.loading import FunctionFailed, load_function
+from slime.user_code.loading import FunctionFailed, _module_of_file, load_function
 from tests.support.hf_configs import config_of
 
 
@@ -378,10 +378,12 @@ def hook_module(tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(str(tmp_path))
         monkeypatch.delitem(__import__("sys").modules, "user_convert_hooks", raising=False)
         load_function.cache_clear()
+        _module_of_file.cache_clear()
         return "user_convert_hooks.hook"
 
     yield write
     load_function.cache_clear()
+    _module_of_file.cache_clear()
 
 
 def test_reward_post_process_hook(hook_module) -> None:

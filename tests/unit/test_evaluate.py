@@ -17,7 +17,7 @@ from slime.config import make_config
 from slime.errors import UserError
 from slime.rollout.debug_data import load_samples
 from slime.rollout.eval_datasets import eval_datasets
-from slime.rollout.evaluate import read_eval_prompts
+from slime.rollout.evaluate import eval_metrics, read_eval_prompts
 from slime.rollout.filters import (
     MetricGatherer,
     check_reward_nonzero_std,
@@ -28,6 +28,7 @@ from slime.rollout.loop import RolloutLoop
 from slime.rollout.metrics import (
     pass_at_k_metrics,
 )
+from slime.rollout.trajectory import GroupRun
 from slime.run.preflight import check_flags
 from slime.samples.types import Sample
 from tests.support import rollout_hooks
@@ -341,6 +342,15 @@ def test_precedence_is_set_then_defaults_then_eval_flag_then_rollout_flag(tmp_pa
     [dataset] = datasets_of(tmp_path, text, rollout_temperature=0.9, eval_max_response_len=32)
     assert (dataset.top_k, dataset.top_p) == (7, 0.8)
     assert (dataset.max_response_len, dataset.temperature) == (32, 0.9)
+
+
+def test_the_mean_reward_counts_a_trajectory_of_several_samples_once() -> None:
+    whole = Sample(prompt="p", tokens=[1, 2], response_length=1, reward=1.0, index=0)
+    parts = [Sample(prompt="p", tokens=[1, 2], response_length=1, reward=0.0, index=1)] * 3
+    run = GroupRun.of([whole, parts[0]])
+    run.trajectories[1].samples = parts
+    args = make_config(**FLAGS).shared_args
+    assert eval_metrics("d", [run], args)["eval/d"] == 0.5
 
 
 @pytest.mark.parametrize("key", ["input_key", "label_key", "metadata_key", "tool_key"])

@@ -25,7 +25,14 @@ from slime.user_code.hooks import (
     RolloutFnTrainOutput,
     check_hooks,
 )
-from slime.user_code.loading import accepted, call_hook, check_signature, is_sync, load_function
+from slime.user_code.loading import (
+    _module_of_file,
+    accepted,
+    call_hook,
+    check_signature,
+    is_sync,
+    load_function,
+)
 
 
 @pytest.fixture
@@ -39,6 +46,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     yield write
     load_function.cache_clear()
+    _module_of_file.cache_clear()
 
 
 # -- finding ---------------------------------------------------------------------------------------
@@ -52,7 +60,10 @@ def test_dotted_colon_and_file_paths_find_the_same_function(module, tmp_path: Pa
     )
     assert load_function("user_a.score") is load_function("user_a:score")
     assert load_function("user_a:Box.inner")() == 2
-    assert load_function(f"{tmp_path}/user_a.py:score")(None, None) == 1
+    of_file = load_function(f"{tmp_path}/user_a.py:score")
+    assert of_file(None, None) == 1
+    inner = load_function(f"{tmp_path}/user_a.py:Box.inner")
+    assert of_file.__globals__ is inner.__globals__, "they share the module's state"
 
 
 @pytest.mark.parametrize(

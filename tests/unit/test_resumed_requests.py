@@ -142,6 +142,7 @@ def test_requests_without_a_length_have_the_engines_own() -> None:
         )
     )
     assert got["output_ids"] == again["output_ids"] and len(engine.bodies) == 4
+    assert piece({"max_new_tokens": 0}, 64) == 0
     assert (
         piece({"max_new_tokens": None}, 100) == 100 and piece({"n": 1, "max_new_tokens": 9}, 4) == 4
     )

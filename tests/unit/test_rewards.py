@@ -45,7 +45,7 @@ from slime.rollout.rewards.text import (
     normalise_final_answer,
 )
 from slime.samples.types import Sample
-from slime.user_code.loading import load_function
+from slime.user_code.loading import _module_of_file, load_function
 from tests.support.processes import is_running, wait_until
 from tests.support.prompt_fixtures import CHATML, make_tokenizer
 
@@ -455,6 +455,7 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(tmp_path))
     yield "user_rm"
     load_function.cache_clear()
+    _module_of_file.cache_clear()
 
 
 def test_sync_async_and_per_sample_functions(user: str) -> None:
@@ -700,14 +701,14 @@ def test_a_remote_reward_may_lie_behind_the_proxy(monkeypatch: pytest.MonkeyPatc
     with_server(["0.5"], use)
 
 
-def test_remote_reward_is_the_servers_json_and_5xx_is_tried_again() -> None:
+def test_remote_reward_is_the_servers_json_and_what_may_pass_is_tried_again() -> None:
     async def use(url: str, requests: list[Any]) -> None:
         remote = RemoteReward(url, timeout=5, backoff=0.001)
         assert await remote.score(Sample(prompt="p", response="r", label="l")) == 0.75
         assert requests == [{"prompt": "p", "response": "r", "label": "l"}] * 3
         await remote.close()
 
-    with_server([503, 500, "0.75"], use)
+    with_server([503, 429, "0.75"], use)
 
 
 @pytest.mark.parametrize(

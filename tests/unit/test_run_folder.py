@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import platform
 import sys
 import threading
 from contextlib import ExitStack
@@ -194,6 +196,24 @@ def test_a_folder_that_another_run_has_made_again_is_left_to_it(name: str, tmp_p
         (folder / ".lock").write_text("pid 1 on another host\n")
         with pytest.raises(FolderTaken, match="is another run's now"):
             run.reclaim(config, locks)
+
+
+def test_a_run_keeps_its_folder_without_locks_and_under_another_name_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_for(tmp_path, "run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").write_text("pid 1 on another host\n")
+
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    for way in (no_locks, fcntl.flock):
+        monkeypatch.setattr(fcntl, "flock", way)
+        run, locks = RunFolder.claim(config, resuming=way is not no_locks)
+        with locks:
+            monkeypatch.setattr(platform, "node", lambda: "renamed")
+            assert not run.reclaim(config, locks)
 
 
 def test_a_look_at_the_lock_refuses_no_launch(tmp_path: Path) -> None:

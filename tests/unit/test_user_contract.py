@@ -61,7 +61,12 @@ from slime.user_code.hooks import (
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,
 )
-from slime.user_code.loading import FunctionFailed, load_function, makers_of_samples
+from slime.user_code.loading import (
+    FunctionFailed,
+    _module_of_file,
+    load_function,
+    makers_of_samples,
+)
 from tests.support.fake_rollout import (
     FakeClient,
     FakeRewards,
@@ -459,6 +464,7 @@ def test_lists_by_which_results_go_stay_as_they_are(
 
     monkeypatch.setitem(globals(), name, changes)
     load_function.cache_clear()
+    _module_of_file.cache_clear()
     samples = [finished(0), finished(1)]
     try:
         if not is_refused:
@@ -469,6 +475,7 @@ def test_lists_by_which_results_go_stay_as_they_are(
         assert changed[0] == before[0], "it is set back"
     finally:
         load_function.cache_clear()
+        _module_of_file.cache_clear()
 
 
 # -- rewards ---------------------------------------------------------------------------------------

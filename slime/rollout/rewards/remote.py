@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from slime.engines.api import TRANSIENT
 from slime.errors import UserError
 from slime.samples.types import Sample
 
@@ -65,7 +66,7 @@ class RemoteReward:
             except (TimeoutError, aiohttp.ClientError) as error:
                 last = error
                 continue
-            if status >= 500:
+            if status >= 500 or status in TRANSIENT:
                 last = f"status {status}: {raw[:200].decode(errors='replace')}"
                 continue
             return self._decode(status, raw)
