@@ -113,14 +113,14 @@ def return_statistics(
         all_reduce: sums a tensor over the data-parallel ranks; see
             `slime.algorithms.advantages.whiten`.
     Returns:
-        ``mean`` and ``square`` of the returns, and ``explained_variance`` = 1 - Var(G - V) /
-        Var(G): 1 for exact values, 0 for a constant, below 0 for values worse than a constant;
-        0 if all returns are equal.
+        ``tokens``, their number; ``mean`` and ``square`` of the returns; and
+        ``explained_variance`` = 1 - Var(G - V) / Var(G): 1 for exact values, 0 for a constant,
+        below 0 for values worse than a constant; 0 if all returns are equal.
 
     Example (values that predict half of each return):
         >>> v, g = torch.tensor([-0.5, 0.5]), torch.tensor([-1.0, 1.0])
         >>> return_statistics([v], [g], [torch.ones(2)])
-        {'mean': 0.0, 'square': 1.0, 'explained_variance': 0.75}
+        {'tokens': 2.0, 'mean': 0.0, 'square': 1.0, 'explained_variance': 0.75}
     """
     empty = torch.zeros(0, device=device)
     v = torch.cat(list(values)).double() if values else empty.double()
@@ -134,6 +134,7 @@ def return_statistics(
     squares = torch.stack([g - total / count, errors - error / count]).square() * mask
     spread, unexplained = all_reduce(squares.sum(dim=1)).tolist()
     return {
+        "tokens": float(sums[0]),
         "mean": float(total / count),
         "square": float(square / count),
         "explained_variance": 1.0 - unexplained / spread if spread > 0 else 0.0,

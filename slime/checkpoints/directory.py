@@ -23,6 +23,9 @@ from pathlib import Path
 
 from slime.errors import UserError, first_few
 from slime.files import bring_to_disk, json_checksum, read_plain, write_atomically
+from slime.log import get_logger
+
+logger = get_logger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
@@ -527,10 +530,16 @@ def retain(root: Path, keep: int | None) -> list[int]:
     if isinstance(latest, int):
         iterations.sort(key=lambda iteration: (iteration <= latest, iteration))
     doomed = [i for i in iterations[: max(0, len(iterations) - max(1, keep))] if i != latest]
+    removed = []
     for iteration in doomed:
         victim = root / iteration_name(iteration)
         # invisible at once, even if the removal is cut short
         hidden = _hidden(victim, "discarded")
-        victim.rename(hidden)
+        try:
+            victim.rename(hidden)
+        except OSError as error:  # the checkpoint that was just saved is complete all the same
+            logger.warning("the old checkpoint %s cannot be removed: %s", victim, error)
+            continue
+        removed.append(iteration)
         shutil.rmtree(hidden, ignore_errors=True)
-    return doomed
+    return removed

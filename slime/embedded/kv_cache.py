@@ -506,8 +506,11 @@ class SlotTable:
             del kept[next(iter(kept))]
 
     def share_states(self, source: Sequence, target: Sequence) -> None:
-        """Keep the copies of one sequence also for another with the same tokens."""
-        self.keep_states(target, self._slots[self.slot_of(source)].states)
+        """Keep the copies of one sequence also for another with the same tokens, whose slot is a
+        copy: its rings have lost the keys that the source's have lost."""
+        copied = self._slots[self.slot_of(source)]
+        self._slots[self.slot_of(target)].written = copied.written
+        self.keep_states(target, copied.states)
 
     def start_running(self, sequence: Sequence) -> None:
         """Move a sequence with a complete prefill to the end of the running ones."""

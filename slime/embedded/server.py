@@ -140,10 +140,12 @@ async def load(
     eos = set(engine.arch.eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
+    size = engine.arch.spec.vocab_size
     limits = RequestLimits(
-        vocab_size=engine.arch.spec.vocab_size,
+        vocab_size=size,
         context_length=engine.max_length,
-        eos_token_ids=frozenset(eos),
+        # a tokenizer may have tokens for which the model has no output
+        eos_token_ids=frozenset(token for token in eos if 0 <= token < size),
         tokenizer=tokenizer,
         noise=random.Random(options.random_seed),
         records_experts=options.enable_return_routed_experts,

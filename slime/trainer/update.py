@@ -766,7 +766,7 @@ def _set_value_targets(
     found = return_statistics(
         data.values, data.returns, data.loss_masks, ranks.sum_over_replicas, ranks.device
     )
-    if rank.config.critic.normalize_values:
+    if rank.config.critic.normalize_values and found["tokens"] > 0:
         critic.return_scale = critic.return_scale.updated(found["mean"], found["square"])
     scale = critic.return_scale
     data.value_targets = [scale.normalised(returns) for returns in data.returns]

@@ -353,6 +353,23 @@ def test_a_crash_at_any_point_leaves_a_loadable_checkpoint(
     assert seen == ({(2, "two"), (2, "new")} if again else {(2, "two"), (3, "new")})
 
 
+def test_what_cannot_be_removed_stays(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for iteration in range(1, 5):
+        complete(root, iteration)
+    rename = Path.rename
+
+    def refusing(path: Path, target: Path) -> Path:
+        if path.name == ckpt.iteration_name(1):
+            raise PermissionError(1, "Operation not permitted")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refusing)
+    assert ckpt.retain(root, 1) == [2, 3]
+    assert ckpt.saved_iterations(root) == [1, 4] and "cannot be removed" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("keep", "expected"),
     [(None, [1, 2, 3, 4]), (10, [1, 2, 3, 4]), (2, [3, 4]), (1, [4]), (0, [4])],

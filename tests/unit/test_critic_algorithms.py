@@ -173,7 +173,7 @@ def test_statistics_of_returns_over_two_ranks(masks: list[list[bool]], cut: int,
 
 def test_equal_returns_are_no_variance_to_explain() -> None:
     found = return_statistics([torch.zeros(2)], [torch.ones(2)], [torch.ones(2)])
-    assert found == {"mean": 1.0, "square": 1.0, "explained_variance": 0.0}
+    assert found == {"tokens": 2.0, "mean": 1.0, "square": 1.0, "explained_variance": 0.0}
     assert return_statistics([], [], [])["explained_variance"] == 0.0
 
 

@@ -120,6 +120,22 @@ def test_layers_with_a_window_keep_a_window(
     assert cache.nbytes < cache.num_slots * cache.capacity * bytes_per_token(cache)
 
 
+def test_a_copied_slot_has_lost_what_its_source_has_lost(tmp_path: Path) -> None:
+    """The window's keys of a short prefix, if the source has once held a longer text."""
+    directory = save_tiny_model(tmp_path, "gemma3_text", sliding_window=9)
+    text = [i * 7 % 250 for i in range(700)]
+    used = make_scheduler(directory, max_length=900)
+    run(used, [make_sequence(text, max_new_tokens=2)])
+    twins = [make_sequence(text[:400] + [1, 2, 3], rid=str(i), max_new_tokens=2) for i in (0, 1)]
+    run(used, twins)
+    found = []
+    for scheduler in (used, make_scheduler(directory, max_length=900)):
+        sequence = make_sequence(text[:200] + [9, 8, 7], max_new_tokens=4, temperature=0.0)
+        run(scheduler, [sequence])
+        found.append(sequence.output_logprobs)
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
+
+
 def test_bfloat16_stays_close_to_float32(directories: dict[str, Path]) -> None:
     exact, rough = (make_sequence(PROMPT, max_new_tokens=0, logprob_start=0) for _ in range(2))
     run(make_scheduler(directories["qwen3"]), [exact])

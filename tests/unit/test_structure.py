@@ -26,14 +26,14 @@ FILES = read_package(ROOT / "slime")
 #: more raises its number and says what for.
 BUDGETS = {
     "agents": 1_605,
-    "algorithms": 1_464,  # four estimators, sampling masks, divergences, formulas for the docs
-    "checkpoints": 5_070,  # MXFP4, reward models, names of PEFT, adapters of a critic
+    "algorithms": 1_465,  # four estimators, sampling masks, divergences, formulas for the docs
+    "checkpoints": 5_078,  # MXFP4, reward models, names of PEFT, adapters of a critic
     "cli": 2_703,  # plan, launch, compare, images in a chat, flags and adapters without effect
     "cluster": 4_821,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
     "compat": 1_333,
     "config": 6_500,  # preferences, images, kept weights, flags and options without effect
     "diagnosis": 4_600,  # attention within images
-    "embedded": 5_904,  # attention within images, sinks, stacks of experts, queries that grow
+    "embedded": 5_907,  # attention within images, sinks, stacks of experts, queries that grow
     "engines": 4_649,  # sessions and ranks of newer SGLang, pictures, overrides without effect
     "environments": 407,
     "forecast": 933,  # over-sampling and partial rollouts
@@ -48,7 +48,7 @@ BUDGETS = {
     "run": 2_370,  # teachers that see, lengths for longrope, profiles, data sets from Python
     "samples": 2_424,  # rewards of tokens and turns, whole pairs, images behind other prompts
     "sandbox": 925,
-    "trainer": 9_781,  # a critic that shares its base, attention within images by packed kernels
+    "trainer": 9_783,  # a critic that shares its base, attention within images by packed kernels
     "user_code": 1_344,  # functions that are known to be sync
     "weights": 3_086,  # sessions of newer SGLang
 }

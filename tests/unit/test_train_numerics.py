@@ -111,6 +111,15 @@ def rates(flags: dict[str, Any], length: int | None = None) -> list[tuple[float,
     return found
 
 
+def test_the_schedule_of_a_checkpoint_keeps_its_lengths() -> None:
+    flags = {"use_checkpoint_opt_param_scheduler": True, "load": "elsewhere", "lr": 1.0}
+    config = trainer_config(**STEPS, num_rollout=10, lr_decay_style="linear", **flags)
+    schedule = build_schedule(SimpleNamespace(param_groups=[{}]), config)  # type: ignore[arg-type]
+    schedule.load_state_dict({**schedule.state_dict(), "lr_decay_steps": 1000, "num_steps": 50})
+    set_run_length(schedule, config, 20)
+    assert schedule.lr_decay_steps == 1000
+
+
 def linear(step: float, warmup: float, decay: float, least: float = 0.0) -> float:
     if step <= warmup and warmup:
         return step / warmup

@@ -356,7 +356,9 @@ def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerPar
 
 
 def set_run_length(scheduler: OptimizerParamScheduler, config: Config, num_rollout: int) -> None:
-    """Fit the schedule to a run of ``num_rollout`` rollouts."""
+    """Fit the schedule to a run of ``num_rollout`` rollouts, unless it is the checkpoint's."""
+    if scheduler.use_checkpoint_opt_param_scheduler and scheduler.num_steps > 0:
+        return
     warmup, decay, total = _schedule_lengths(config, num_rollout)
     scheduler.lr_warmup_steps = warmup
     scheduler.lr_decay_steps = decay
