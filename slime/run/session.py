@@ -542,6 +542,21 @@ class Session:
         print("\n".join(lines), file=sys.stderr)
 
 
+def _repeats(config: Config) -> bool:
+    """Tell whether the command of a run is repeated before anything was saved: its folder may exist
+    then, but not that of a run which saves elsewhere."""
+    if not loads_from_save(config):
+        return False
+    observe = config.observe
+    run = RunFolder(Path(observe.output_dir) / observe.run_name, observe.stage or None)
+    try:
+        saved = run.config().checkpoint.save
+    except UserError:  # there is none
+        return True
+    ours = str(config.checkpoint.save)
+    return saved is not None and Path(saved).resolve() == Path(ours).resolve()
+
+
 @contextmanager
 def open_session(config: Config, *, resuming: bool = False) -> Iterator[Session]:
     """Yield a launched `Session`; close engines, actors and sinks at the end, whatever happens.
@@ -571,9 +586,7 @@ def open_session(config: Config, *, resuming: bool = False) -> Iterator[Session]
     for finding in at_start(config):
         logger.warning("%s; try %s (slime doctor tells more)", finding.detail, finding.advice[0])
     with tolerant_output(), StopSignals() as signals:
-        session = Session(
-            config, signals, resuming=resuming or plan.is_resume or loads_from_save(config)
-        )
+        session = Session(config, signals, resuming=resuming or plan.is_resume or _repeats(config))
         try:
             try:
                 session.launch()

@@ -18,8 +18,9 @@ from slime.cluster import trainer_group, waiting
 from slime.cluster.run_cluster import Cluster
 from slime.cluster.trainer_group import Launch
 from slime.cluster.waiting import NamedActor
-from slime.config import make_config
+from slime.config import Config, make_config
 from slime.errors import RunFailed, UserError
+from slime.observe.run_folder import RunFolder
 from slime.run import saving
 from slime.run import session as module
 from slime.run.preflight import warn_if_nothing_is_kept
@@ -102,6 +103,17 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         return trainers
 
     return start
+
+
+@pytest.mark.parametrize("folder", ["kept", "other"])
+def test_only_a_run_that_saves_in_the_same_place_is_repeated(folder: str, tmp_path: Path) -> None:
+    def saving_in(name: str) -> Config:
+        place = str(tmp_path / name)
+        return make_config(run_name="run", output_dir=str(tmp_path), load=place, save=place)
+
+    assert module._repeats(saving_in("kept")), "nothing is there yet"
+    RunFolder.claim(saving_in("kept"))[1].close()
+    assert module._repeats(saving_in(folder)) == (folder == "kept")
 
 
 def test_a_failure_waits_for_the_checkpoint_under_way(run: Run, tmp_path: Path) -> None:

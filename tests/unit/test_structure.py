@@ -45,7 +45,7 @@ BUDGETS = {
     "processes": 1_090,  # the preloaded process
     "prompts": 5_624,  # images, preferences, forms of messages, what templates leave out
     "rollout": 10_196,  # images of answers, of teachers and of reward models, evaluation sets
-    "run": 2_370,  # teachers that see, lengths for longrope, profiles, data sets from Python
+    "run": 2_379,  # teachers that see, lengths for longrope, profiles, data sets from Python
     "samples": 2_424,  # rewards of tokens and turns, whole pairs, images behind other prompts
     "sandbox": 925,
     "trainer": 9_783,  # a critic that shares its base, attention within images by packed kernels
