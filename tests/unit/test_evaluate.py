@@ -344,6 +344,12 @@ def test_precedence_is_set_then_defaults_then_eval_flag_then_rollout_flag(tmp_pa
     assert (dataset.max_response_len, dataset.temperature) == (32, 0.9)
 
 
+def test_an_evaluation_fetches_no_experts(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", 1)
+    _, engine = evaluate(eval_prompt_data=["a", data], use_rollout_routing_replay=True)
+    assert engine.bodies and not any("return_routed_experts" in body for body in engine.bodies)
+
+
 def test_the_mean_reward_counts_a_trajectory_of_several_samples_once() -> None:
     whole = Sample(prompt="p", tokens=[1, 2], response_length=1, reward=1.0, index=0)
     parts = [Sample(prompt="p", tokens=[1, 2], response_length=1, reward=0.0, index=1)] * 3

@@ -23,7 +23,7 @@ from slime.rollout.generate import (
     sampling_params,
 )
 from slime.rollout.resumed_requests import answered
-from slime.rollout.trajectory import GroupRun, GroupRunner
+from slime.rollout.trajectory import GroupRun, GroupRunner, copy_of_prompt
 from slime.rollout.validate_generate_output import complete_tokens, warn_of_missing_end_token
 from slime.samples.types import Sample, SampleStatus
 from slime.user_code.loading import FunctionFailed
@@ -66,6 +66,14 @@ def run_group(
 
 def sample_at(index: int = 0, first: int = 20) -> Sample:
     return Sample(group_index=0, index=index, tokens=[first, 7])
+
+
+def test_a_copy_of_a_prompt_does_not_change_with_it() -> None:
+    sample = Sample(prompt=[{"role": "user", "content": "hi"}], label={"answer": ["4"]}, index=0)
+    twin = copy_of_prompt(sample)
+    sample.prompt.append({"role": "assistant", "content": "ho"})
+    sample.label["answer"].append("5")
+    assert len(twin.prompt) == 1 and twin.label == {"answer": ["4"]}
 
 
 # -- tokens ----------------------------------------------------------------------------------------
