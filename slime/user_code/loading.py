@@ -93,7 +93,8 @@ def load_function(path: str) -> Any:
     _check_file(path, module_path, name)
     try:
         if module_path.endswith(".py"):
-            target = _module_of_file(Path(module_path).resolve())
+            file = Path(module_path).resolve()
+            target = _module_of_file(file, file.stat().st_mtime_ns)
         else:
             target = importlib.import_module(module_path)
     except (Exception, SystemExit) as error:  # user code may raise anything on import
@@ -221,7 +222,7 @@ def _own_functions(target: Any) -> list[str]:
 
 
 @functools.cache  # functions of one file share its module's state
-def _module_of_file(file: Path) -> ModuleType:
+def _module_of_file(file: Path, written_at: int) -> ModuleType:
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
