@@ -124,7 +124,7 @@ def contents_of(folder: Path, like: str = "") -> str:
 
 
 def in_place_of(missing: Path) -> str:
-    """Say for a message what the folder has in which a file or folder is missing."""
+    """Return, for a message about a missing path, what its folder has instead."""
     gone = missing
     while not gone.parent.is_dir() and gone.parent != gone:
         gone = gone.parent

@@ -7,7 +7,6 @@ log become findings with the same words, so that no check exists twice.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -88,16 +87,6 @@ class CheckedRun:
         return self._tokenizer
 
 
-def _words(text: str) -> set[str]:
-    """The words of ``text`` that carry meaning: flags, names of files, and words of four letters or
-    more."""
-    return {word for word in re.findall(r"[\w*./-]*\w", text.lower()) if len(word) > 3}
-
-
-def _is_said(words: set[str], said: set[str]) -> bool:
-    return len(words & said) >= 0.7 * len(words)
-
-
 @dataclass
 class CheckFindings:
     """The findings of one check.
@@ -125,13 +114,9 @@ class CheckFindings:
         is_fatal: bool = True,
         error: UserError | None = None,
     ) -> None:
-        """Add a finding of the trouble ``name``, with ``remedies`` before those of the trouble that
-        they do not repeat."""
-        trouble = TROUBLES[name]
-        said = _words(" ".join(remedies))
-        others = [one for one in trouble.remedies if not _is_said(_words(one), said)]
-        advice = (*remedies, *others) if remedies else ()
-        finding = Finding(trouble, detail, advice, source, is_fatal, error)
+        """Add a finding of the trouble ``name``. ``remedies`` replace the general ones of the
+        trouble."""
+        finding = Finding(TROUBLES[name], detail, remedies, source, is_fatal, error)
         if finding not in self.all:
             self.all.append(finding)
 

@@ -41,7 +41,7 @@ ONLY_THE_POLICY = {"disable_draft_model": True, "selector": "target"}
 WITHOUT_PROXIES = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-#: Statuses of 4xx after which the same request may succeed.
+#: HTTP statuses from 400 to 499 after which the same request may succeed.
 TRANSIENT = (408, 425, 429)
 
 

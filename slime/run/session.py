@@ -551,7 +551,7 @@ def _repeats(config: Config) -> bool:
     run = RunFolder(Path(observe.output_dir) / observe.run_name, observe.stage or None)
     try:
         saved = run.config().checkpoint.save
-    except UserError:  # there is none
+    except UserError:  # no config, or one that cannot be read
         return True
     ours = str(config.checkpoint.save)
     return saved is not None and Path(saved).resolve() == Path(ours).resolve()

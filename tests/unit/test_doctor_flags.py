@@ -178,13 +178,13 @@ def test_a_missing_model_hides_no_missing_data_and_no_missing_column(
     )
 
 
-def test_a_remedy_is_told_once() -> None:
+def test_a_remedy_of_its_own_replaces_the_general_ones() -> None:
     findings = CheckFindings("tokenizer")
-    findings.add(
-        "tokenizer", "", "copy tokenizer.json and tokenizer_config.json of the model into it"
-    )
+    findings.add("missing-shards", "")
     findings.add("missing-shards", "", "name a complete model directory")
-    assert [len(finding.advice) for finding in findings.all] == [1, 2]
+    general, own = (finding.advice for finding in findings.all)
+    assert general == findings.all[0].trouble.remedies
+    assert own == ("name a complete model directory",)
 
 
 def test_all_flags_that_cannot_be_read_are_told_at_once(world: World) -> None:

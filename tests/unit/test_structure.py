@@ -32,7 +32,7 @@ BUDGETS = {
     "cluster": 4_821,  # lost hosts, nodes' host memory, profiles, errors of engines, GPUs of ranks
     "compat": 1_333,
     "config": 6_500,  # preferences, images, kept weights, flags and options without effect
-    "diagnosis": 4_600,  # attention within images
+    "diagnosis": 4_591,  # attention within images
     "embedded": 5_907,  # attention within images, sinks, stacks of experts, queries that grow
     "engines": 4_649,  # sessions and ranks of newer SGLang, pictures, overrides without effect
     "environments": 407,

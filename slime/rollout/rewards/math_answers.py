@@ -1525,7 +1525,7 @@ def _may_be_near(side: Any, other: Any) -> bool:
 
 
 def _unit_of_last_digit(value: float) -> float:
-    """Return 0.1 for 0.2, and 1000 for 2000: the rounding of a number as one writes it."""
+    """Return the place value of the last significant digit: 0.1 for 0.2, 1000 for 2000."""
     if not math.isfinite(value) or value == 0:
         return 0.0
     return 10.0 ** int(Decimal(f"{value:.10g}").normalize().as_tuple().exponent)

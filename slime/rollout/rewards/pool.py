@@ -334,7 +334,7 @@ class RewardPool:
         except FunctionHangs:
             self._count("timeout", path, len(samples))
             return _TIMED_OUT
-        except FunctionFailed:  # it is its own cause, if it is raised from itself
+        except FunctionFailed:  # raised from itself, it would be its own cause
             raise
         except UserError as error:  # raised by slime code that the user's function called
             raise FunctionFailed.of(error) from error
