@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from slime.config.data import read_table
 
 #: Last parts of dotted names that say nothing without the parts before them.
-_GENERIC = frozenset(
-    ("enable", "enabled", "format", "len", "metric_name", "mode", "name", "num_workers", "path")
-    + ("seed", "shuffle", "target", "type")
-)
+_GENERIC = frozenset({
+    "enable", "enabled", "format", "len", "metric_name", "mode", "name", "num_workers", "path",
+    "seed", "shuffle", "target", "type"
+})  # fmt: skip
 
 
 @dataclass(frozen=True)

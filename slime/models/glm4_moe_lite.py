@@ -9,7 +9,7 @@ from typing import Any
 from slime.errors import UserError
 from slime.models.decoder import moe_layer_freq, sigmoid_router
 from slime.models.deepseek_v3 import DEEPSEEK_V3, latent_spec
-from slime.models.spec import ModelSpec, require, rotary_settings
+from slime.models.spec import ModelSpec, refuse, require, rotary_settings
 from slime.models.table import ModelFamily
 
 #: Defaults of transformers' Glm4MoeLiteConfig for fields that config.json lacks.
@@ -26,14 +26,9 @@ _DEFAULTS = {
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
     config = {**_DEFAULTS, **config}
-    percent = rotary_settings(config)[1]
-    if percent != 1.0:  # transformers takes this share of the frequencies for whole heads
-        raise UserError(
-            f"the model's config.json sets partial_rotary_factor to {percent:g}, which cannot be "
-            "trained faithfully",
-            why="models of this family rotate all dimensions of qk_rope_head_dim",
-            fix="use the config.json that belongs to the weights",
-        )
+    key = "partial_rotary_factor"
+    reason = "models of this family rotate all dimensions of qk_rope_head_dim"
+    refuse({key: rotary_settings(config)[1]}, key, reason, supported=1.0)
     spec = latent_spec(config, sigmoid_router(config))
     kinds = config.get("mlp_layer_types")
     if kinds is not None:

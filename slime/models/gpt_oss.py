@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.errors import UserError
 from slime.models.decoder import (
     FULL,
     SLIDING,
@@ -19,7 +18,7 @@ from slime.models.decoder import (
 from slime.models.layouts import INTERLEAVED_GATE_UP, REPLICATED, ROW, ParamMapping, Transposed
 from slime.models.mixers import GROUPED_ATTENTION
 from slime.models.rules import HF_MLP, MLP, Rule, Size
-from slime.models.spec import ModelSpec, require
+from slime.models.spec import ModelSpec, refuse, require
 from slime.models.table import MLP_NORM, OUTER_RULES, ModelFamily
 
 #: Defaults of transformers' GptOssConfig for fields that config.json lacks.
@@ -54,13 +53,9 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     config = {**_DEFAULTS, **config}
     if not config.get("rope_parameters") and not config.get("rope_scaling"):
         config["rope_scaling"] = _ROTARY
-    if float(config["swiglu_alpha"]) != _DEFAULTS["swiglu_alpha"]:
-        raise UserError(
-            f"the model's config.json sets swiglu_alpha to {config['swiglu_alpha']}, which cannot "
-            "be trained faithfully",
-            why=f"trainer and embedded engine compute gates with {_DEFAULTS['swiglu_alpha']}",
-            fix="choose a model with this value",
-        )
+    alpha = _DEFAULTS["swiglu_alpha"]
+    reason = f"trainer and embedded engine compute gates with {alpha}"
+    refuse(config, "swiglu_alpha", reason, supported=alpha)
     layers = int(require(config, "num_hidden_layers"))
     kinds = layer_kinds(config, [FULL if layer % 2 else SLIDING for layer in range(layers)])
     bias = bool(config["attention_bias"])

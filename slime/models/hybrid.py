@@ -32,14 +32,8 @@ def hybrid_spec(config: dict[str, Any], **extra: Any) -> ModelSpec:
             each other.
     """
     refuse(config, "attention_bias", "gated attention has no biases here")
-    if config.get("hidden_act", "silu") != "silu":
-        raise UserError(
-            f"the model's config.json sets hidden_act to {config['hidden_act']!r}, which cannot be "
-            "trained faithfully",
-            why="it is also the activation behind the convolution of gated delta nets, which is "
-            "silu in the trainer and the embedded engine",
-            fix="use the config.json that belongs to the weights",
-        )
+    reason = "it is also the activation behind the convolution of gated delta nets, which is silu"
+    refuse(config, "hidden_act", reason, supported="silu")
     delta: dict[str, Any] = {
         key: int(config.get(key) or value) for key, value in _DELTA_DEFAULTS.items()
     }

@@ -427,19 +427,22 @@ def require(config: dict[str, Any], key: str) -> Any:
     return config[key]
 
 
-def refuse(config: dict[str, Any], key: str, reason: str) -> None:
-    """Refuse an unsupported setting that is on, because ignoring it would train another model.
+def refuse(config: Mapping[str, Any], key: str, reason: str, *, supported: Any = None) -> None:
+    """Refuse a setting that is not supported, because ignoring it would train another model.
 
+    Args:
+        supported: the only supported value of a setting that is there; None: only off.
     Raises:
-        UserError: the setting is on.
+        UserError: the setting has another value.
     """
-    if config.get(key):
-        raise UserError(
-            f"the model's config.json sets {key} to {config[key]!r}, which cannot be trained "
-            "faithfully",
-            why=reason,
-            fix="choose a model without it",
-        )
+    value = config.get(key)
+    if value in (None, supported) or (supported is None and not value):
+        return
+    raise UserError(
+        f"the model's config.json sets {key} to {value!r}, which cannot be trained faithfully",
+        why=reason,
+        fix="choose a model without it" if supported is None else f"choose one with {supported!r}",
+    )
 
 
 def rotary_settings(

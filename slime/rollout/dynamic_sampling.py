@@ -316,9 +316,9 @@ class DynamicSampler:
             task = self._finished.get_nowait()
             runs.append(self._tasks.pop(task))
             task.result()  # raises errors that must stop the run
-        return (
-            self._in_turn(runs) if self.deterministic else sorted(runs, key=lambda run: run.order)
-        )
+        if self.deterministic:
+            return self._in_turn(runs)
+        return sorted(runs, key=lambda run: run.order)
 
     def _in_turn(self, runs: list[GroupRun]) -> list[GroupRun]:
         """Return finished groups before which every drawn group is judged or finished, so that
@@ -435,7 +435,8 @@ class DynamicSampler:
                 run.restart()
                 back.append(run)
                 continue
-            if run.failure is not None:  # failed, and its siblings were aborted
+            # failed, and its siblings were aborted; whether it had failed yet depends on timing
+            if run.failure is not None and not self.deterministic:
                 self.result.num_failed += 1
                 self._decide(run, Decision.FAILED)
                 continue

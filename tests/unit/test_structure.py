@@ -39,7 +39,7 @@ BUDGETS = {
     "forecast": 933,  # over-sampling and partial rollouts
     ".": 1_596,  # names and forms of secrets
     "memory": 2_066,  # host memory part by part, towers, one base of two roles, masks, drafts
-    "models": 6_042,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
+    "models": 6_027,  # gpt-oss, stacks of experts, models around text models, SigLIP, drafts
     "observe": 3_472,  # profiles, three trackers, ranges of recipes, rejected drafts
     "page": 1_616,
     "processes": 1_090,  # the preloaded process
