@@ -22,6 +22,7 @@ from aiohttp.typedefs import Middleware
 
 from slime import deadlines
 from slime.embedded import control_routes, generate_routes, openai_routes
+from slime.embedded.architecture import Architecture
 from slime.embedded.engine import Engine, EngineDead, Hub
 from slime.embedded.generate_request import RequestLimits
 from slime.embedded.generate_routes import STATE, ServerState, Unavailable, json_response
@@ -137,15 +138,10 @@ async def load(
         tokenizer = await tokenizer_loading
     engine.on_death = lambda: loop.call_soon_threadsafe(stopping.set)
     engine.start()
-    eos = set(engine.arch.eos_token_ids)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        eos.add(tokenizer.eos_token_id)
-    size = engine.arch.spec.vocab_size
     limits = RequestLimits(
-        vocab_size=size,
+        vocab_size=engine.arch.spec.vocab_size,
         context_length=engine.max_length,
-        # a tokenizer may have tokens for which the model has no output
-        eos_token_ids=frozenset(token for token in eos if 0 <= token < size),
+        eos_token_ids=end_tokens(engine.arch, tokenizer),
         tokenizer=tokenizer,
         noise=random.Random(options.random_seed),
         records_experts=options.enable_return_routed_experts,
@@ -259,6 +255,15 @@ def _refusal(
     return json_response(
         {"object": "error", **error} if is_openai else {"error": error}, status=status
     )
+
+
+def end_tokens(arch: Architecture, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end an answer, of config and tokenizer; those for which the model has
+    no output are left out."""
+    found = set(arch.eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
+    return frozenset(token for token in found if 0 <= token < arch.spec.vocab_size)
 
 
 def _tokenizer_of(options: EngineOptions) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,6 +17,7 @@ from slime.embedded.generate_request import RequestLimits, parse_generate
 from slime.embedded.generate_routes import final_text
 from slime.embedded.openai_request import parse_chat, parse_completion
 from slime.embedded.sequence import Sequence, TextStream, find_stop, hold_back, trim_stop
+from slime.embedded.server import end_tokens
 from slime.engines.request_fields import BadRequest, SamplingParams, parse_params
 from tests.support.embedded_models import EOS, VOCAB, byte_tokenizer, make_sequence, no_adapters
 
@@ -32,6 +34,14 @@ def limits(context: int = 64, **changes: Any) -> RequestLimits:
         "adapters": no_adapters(),
     }
     return RequestLimits(**(fields | changes))
+
+
+def test_tokens_without_an_output_end_no_answer() -> None:
+    arch: Any = SimpleNamespace(
+        eos_token_ids=[EOS, VOCAB, -1], spec=SimpleNamespace(vocab_size=VOCAB)
+    )
+    assert end_tokens(arch, SimpleNamespace(eos_token_id=VOCAB + 3)) == {EOS}
+    assert end_tokens(arch, SimpleNamespace(eos_token_id=0)) == {0, EOS}
 
 
 def test_one_prompt_is_one_answer_and_several_are_a_list() -> None:

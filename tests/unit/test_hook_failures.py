@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -519,6 +520,17 @@ def test_tokens_that_the_model_does_not_have() -> None:
     ) as caught:
         check_values(sample, "mine", 31, None)
     assert "the model has 31 tokens" in caught.value.what
+
+
+def test_code_that_cancels_an_evaluation_is_told() -> None:
+    actor: Any = object.__new__(RolloutActor)
+
+    async def cancelled(*_: Any, **__: Any) -> None:
+        raise asyncio.CancelledError
+
+    actor.loop = SimpleNamespace(evaluate=cancelled)
+    with pytest.raises(UserError, match="the evaluation after rollout 4 was cancelled"):
+        asyncio.run(actor.evaluate(4, is_first=False))
 
 
 @pytest.mark.parametrize("is_given_up", [True, False])

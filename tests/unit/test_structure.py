@@ -33,7 +33,7 @@ BUDGETS = {
     "compat": 1_333,
     "config": 6_500,  # preferences, images, kept weights, flags and options without effect
     "diagnosis": 4_591,  # attention within images
-    "embedded": 5_907,  # attention within images, sinks, stacks of experts, queries that grow
+    "embedded": 5_909,  # attention within images, sinks, stacks of experts, queries that grow
     "engines": 4_649,  # sessions and ranks of newer SGLang, pictures, overrides without effect
     "environments": 407,
     "forecast": 933,  # over-sampling and partial rollouts
